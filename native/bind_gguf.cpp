@@ -1,0 +1,3 @@
+#include "bindings.h"
+
+void bind_gguf(nb::module_& m) { (void)m; }

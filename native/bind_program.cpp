@@ -1,0 +1,3 @@
+#include "bindings.h"
+
+void bind_program(nb::module_& m) { (void)m; }

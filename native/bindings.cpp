@@ -1,0 +1,9 @@
+// The Python module: checks and conversions only, no maths. Each part binds itself in its own file.
+#include "bindings.h"
+
+NB_MODULE(_native, m) {
+  bind_program(m);
+  bind_weights(m);
+  bind_gguf(m);
+  bind_sampler(m);
+}

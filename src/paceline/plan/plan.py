@@ -1,0 +1,116 @@
+"""Plan: the op program that every backend executes.
+
+Activations are 2-D, [rows, cols]: T rows (the step's tokens) or L rows (the rows that need logits).
+Batch structure lives in StepInput alone, so a plan never depends on the batch. `backends/reference.py`
+is the definition of each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Rows = Literal["tokens", "logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An activation. With `parent` it is a view of columns [offset, offset + cols) of the parent."""
+
+    id: int
+    cols: int
+    rows: Rows = "tokens"
+    format: Literal["f32", "q8"] = "f32"
+    parent: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of the program. `weights` are canonical tensor names; `attrs` are op constants."""
+
+    name: str
+    out: Value
+    inputs: tuple[Value, ...] = ()
+    weights: tuple[str, ...] = ()
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+
+class Plan:
+    """A program in construction: each method appends one op and returns its value."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.outputs: dict[str, Value] = {}
+        self._next_id = 0
+
+    def new_value(self, cols: int, rows: Rows = "tokens", **kw: Any) -> Value:
+        """Return a fresh value of this plan (passes use it; families use the op methods)."""
+        self._next_id += 1
+        return Value(self._next_id - 1, cols, rows, **kw)
+
+    def _emit(
+        self, name: str, cols: int, *inputs: Value, weights: Iterable[str] = (), rows: Rows | None = None, **attrs: Any
+    ) -> Value:
+        out = self.new_value(cols, rows or (inputs[0].rows if inputs else "tokens"))
+        self.ops.append(Op(name, out, inputs, tuple(weights), attrs))
+        return out
+
+    def embed(self, weight: str, cols: int) -> Value:
+        """Rows of `weight` [V, cols] at the step's token ids."""
+        return self._emit("embed", cols, weights=(weight,))
+
+    def linear(self, x: Value, weight: str, cols: int, bias: str | None = None) -> Value:
+        """x @ weight.T + bias, weight [cols, x.cols]."""
+        return self._emit("linear", cols, x, weights=(weight,), biases=(bias,), splits=(cols,))
+
+    def rms_norm(self, x: Value, weight: str, eps: float, heads: int = 1) -> Value:
+        """x / sqrt(mean(x²) + eps) * weight, over each of `heads` equal column groups."""
+        return self._emit("rms_norm", x.cols, x, weights=(weight,), eps=eps, heads=heads)
+
+    def rope(self, x: Value, heads: int, rope: RopeTable) -> Value:
+        """Rotate the halves of each head's first `2 * len(inv_freq)` columns by position * inv_freq."""
+        return self._emit("rope", x.cols, x, heads=heads, rope=rope)
+
+    def attention(
+        self, q: Value, k: Value, v: Value, *, layer: int, heads: int, kv_heads: int, scale: float, window: int = 0, softcap: float = 0.0
+    ) -> Value:
+        """Store k and v at the step's slots, then causal (or tree) attention over each sequence's KV.
+
+        `window` > 0 limits a token to the last `window` positions, itself included. `softcap` > 0 maps a
+        score s to softcap * tanh(s / softcap).
+        """
+        return self._emit(
+            "attention", q.cols, q, k, v, layer=layer, heads=heads, kv_heads=kv_heads, head_dim=q.cols // heads,
+            scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
+
+    def gated_act(self, gate: Value, up: Value, act: Literal["silu", "gelu_tanh"]) -> Value:
+        """act(gate) * up."""
+        return self._emit("gated_act", gate.cols, gate, up, act=act)
+
+    def add(self, a: Value, b: Value) -> Value:
+        return self._emit("add", a.cols, a, b)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._emit("scale", x.cols, x, factor=factor)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """cap * tanh(x / cap)."""
+        return self._emit("softcap", x.cols, x, cap=cap)
+
+    def select(self, x: Value) -> Value:
+        """The rows of x that need logits: [T, cols] -> [L, cols]."""
+        return self._emit("select", x.cols, x, rows="logits")
+
+    def output(self, name: str, value: Value) -> None:
+        self.outputs[name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotary frequencies after any scaling: angle = position * inv_freq[i]; cos and sin times `mscale`."""
+
+    inv_freq: tuple[float, ...]
+    mscale: float = 1.0

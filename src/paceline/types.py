@@ -1,0 +1,163 @@
+"""All that crosses between a front end (server, CLI, LLM) and the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.errors import ParameterError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+def _require(ok: bool, param: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ParameterError(f"{param} is {value!r}: it must be {rule}", param=param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Validated on construction; raises ParameterError naming the field.
+
+    Logits are processed in this order: logit_bias, min_tokens, bad_words, repetition / frequency /
+    presence penalties, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy;
+    `top_k` 0 or -1 is off. `repetition_penalty` counts prompt and output (Keskar 2019, CTRL);
+    presence and frequency penalties count the output only. `logprobs=k` returns the chosen token's
+    log-probability and the k most likely ones, from the model's raw logits.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "temperature", "top_p", "min_p", "typical_p",
+            "repetition_penalty", "presence_penalty", "frequency_penalty",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number"
+            )
+            _require(math.isfinite(value), name, value, "finite")
+        for name in ("top_k", "min_tokens", "n"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+        for name in ("max_tokens", "seed", "logprobs"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, int) and not isinstance(value, bool))
+            _require(ok, name, value, "an integer")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or positive")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(0 < self.typical_p <= 1, "typical_p", self.typical_p, "above 0 and at most 1")
+        _require(
+            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "between -2 and 2")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})",
+        )  # fmt: skip
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}",
+        )  # fmt: skip
+        _require(
+            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer"
+        )
+        for text in self.stop:
+            _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
+        for text in self.bad_words:
+            _require(isinstance(text, str) and text != "", "bad_words", text, "a non-empty string")
+        for bias in self.logit_bias.values():
+            _require(
+                isinstance(bias, int | float) and -100 <= bias <= 100,
+                "logit_bias", bias, "between -100 and 100",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to continue, `params.n` times. Lower `priority` runs first."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    arrival_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a chosen token, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds of one choice on the monotonic clock. `tpot_s` is None for one-token answers."""
+
+    queue_s: float
+    ttft_s: float
+    tpot_s: float | None
+    e2e_s: float
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """News of one choice: text that is safe to show, and at the end why it ended.
+
+    `token_ids` are the tokens committed since the last delta; their text may still be held back
+    (partial UTF-8, partial stop string) and then comes with a later delta. The last delta of a
+    choice has `finish_reason`, `usage` and `timings`.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
