@@ -209,7 +209,9 @@ def _progress_bar(num_choices: int, *, is_shown: bool) -> Iterator[Callable[[int
         TextColumn("{task.fields[rate]:.0f} tok/s"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=num_choices, rate=0.0)
         start = time.monotonic()
         num_tokens = 0

@@ -15,9 +15,7 @@ from paceline.cli.options import Model
 def info(
     model: Model,
     *,
-    seqs: Annotated[
-        int, typer.Option("--seqs", min=1, help="Sequences to reckon memory for.")
-    ] = 1,
+    seqs: Annotated[int, typer.Option("--seqs", min=1, help="Sequences to reckon memory for.")] = 1,
     context: Annotated[
         int | None,
         typer.Option("--context", min=1, help="Tokens of each. Default: the model's context."),

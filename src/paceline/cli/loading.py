@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from paceline.engine.build import LoadedModel
 
 
-def load(
-    model: str, config: EngineConfig, *, chat_template_file: str | None = None
-) -> LoadedModel:
+def load(model: str, config: EngineConfig, *, chat_template_file: str | None = None) -> LoadedModel:
     """Return the loaded model; `chat_template_file` replaces its chat template."""
     from paceline.engine.build import load_model
 

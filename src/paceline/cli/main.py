@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import chat, info, run, serve
+from paceline.cli import chat, info, pull, run, serve
 from paceline.cli import list as list_command
-from paceline.cli import pull
 from paceline.errors import PacelineError, ParameterError
 
 EXIT_ERROR = 1

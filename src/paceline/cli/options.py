@@ -34,7 +34,7 @@ ChatTemplateFile = Annotated[
 _DEFAULTS = EngineConfig()
 
 
-def _engine(flag: str, help: str) -> Any:  # noqa: A002
+def _engine(flag: str, help: str) -> Any:
     return typer.Option(flag, help=help, rich_help_panel=ENGINE)
 
 
@@ -94,7 +94,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def _sampling(flag: str, help: str) -> Any:  # noqa: A002
+def _sampling(flag: str, help: str) -> Any:
     return typer.Option(flag, help=help, rich_help_panel=SAMPLING, show_default=False)
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.backends.base import KVSpec, StepLimits
+from paceline.backends.base import KVSpec
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
+from paceline.engine.step import step_limits
 from paceline.errors import ParameterError, TemplateError
 from paceline.weights.checkpoint import Checkpoint
 
@@ -169,9 +170,9 @@ def _load_backend(
         from paceline.backends.native import NativeBackend
         from paceline.cpu import default_num_threads
 
-        num_threads, reason = (
-            default_num_threads() if config.num_threads is None else (config.num_threads, "as asked")
-        )
+        num_threads, reason = default_num_threads()
+        if config.num_threads is not None:
+            num_threads, reason = config.num_threads, "as asked"
         backend = NativeBackend(num_threads=num_threads)
     elif config.backend == "reference":
         from paceline.backends.reference import ReferenceBackend
@@ -186,17 +187,11 @@ def _load_backend(
         max_model_len=kv.max_model_len,
         kv_memory_bytes=kv.num_bytes,
         num_threads=num_threads,
-        max_num_seqs=min(config.max_num_seqs, config.max_batched_tokens),
     )
     backend.load(
         base.build_plan(checkpoint.config),
         checkpoint.tensors,
         kv=KVSpec(num_blocks=kv.num_blocks, block_size=config.block_size, dtype=config.kv_dtype),
-        limits=StepLimits(
-            max_tokens=resolved.max_batched_tokens,
-            max_logit_rows=resolved.max_num_seqs,
-            max_seqs=resolved.max_num_seqs,
-            max_blocks_per_seq=-(-kv.max_model_len // config.block_size),
-        ),
+        limits=step_limits(resolved, kv.max_model_len, kv.num_blocks),
     )
     return backend, resolved, reason

@@ -44,6 +44,7 @@ STOP_TIMEOUT_S = 5.0
 _INLINE_BODY_BYTES = 4096
 
 ApiRequest = ChatRequest | CompletionRequest
+Prepared = tuple[ApiRequest, list[Request]]
 _T = TypeVar("_T")
 
 
@@ -102,13 +103,13 @@ class Server:
         body = await read_body(http)
         return await self._answer(http, body, lambda: self._prepare_completion(body))
 
-    def _prepare_chat(self, body: bytes) -> tuple[ApiRequest, list[Request]]:
+    def _prepare_chat(self, body: bytes) -> Prepared:
         request = parse(body, ChatRequest)
         self._check_model(request.model)
         token_ids = self._loaded.encode_chat(request.messages)
         return request, self._engine_requests(request, [token_ids])
 
-    def _prepare_completion(self, body: bytes) -> tuple[ApiRequest, list[Request]]:
+    def _prepare_completion(self, body: bytes) -> Prepared:
         request = parse(body, CompletionRequest)
         self._check_model(request.model)
         prompts = [
@@ -133,7 +134,10 @@ class Server:
         ]
 
     async def _answer(
-        self, http: HttpRequest, body: bytes, prepare: Callable[[], tuple[ApiRequest, list[Request]]]
+        self,
+        http: HttpRequest,
+        body: bytes,
+        prepare: Callable[[], Prepared],
     ) -> Response:
         if self._num_open >= MAX_OPEN_CALLS:
             raise ApiError(429, f"{MAX_OPEN_CALLS} calls are open: try again later")

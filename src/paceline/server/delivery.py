@@ -6,12 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.engine.engine import Engine
 from paceline.errors import BackendError, PacelineError
 from paceline.server.errors import ApiError
 from paceline.types import Delta, Request
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -52,7 +52,7 @@ def _floor(logprob: float) -> float:
 
 
 class Formatter:
-    """Writes the answer to one call, whole (`whole`) or in chunks (`opening`, `chunks`, `closing`)."""
+    """Writes the answer to one call: `whole`, or in chunks by `opening`, `chunks`, `closing`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Formatter:
         scores = b"null"
         if self._wants_logprobs and logprobs:
             scores = _encode(self._logprobs(index, logprobs))
-        choice = b"%d,%b,\"logprobs\":%b,\"finish_reason\":%b" % (index, body, scores, finish)
+        choice = b'%d,%b,"logprobs":%b,"finish_reason":%b' % (index, body, scores, finish)
         return event(self._chunk_head + choice + self._chunk_tail)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:

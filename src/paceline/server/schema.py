@@ -199,7 +199,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise ApiError(400, "prompt is empty: send a string or at least one token id", param="prompt")
+        raise ApiError(400, "prompt is empty: send text or token ids", param="prompt")
     if _are_ids(prompt):
         return [prompt]
     if len(prompt) > MAX_PROMPTS:

@@ -34,16 +34,15 @@ class EventStream(Response):
     def __init__(
         self, generation: Generation, events: AsyncGenerator[bytes, None], headers: dict[str, str]
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**fixed, **headers})
         del self.headers["content-length"]
         self._generation = generation
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation.attended(receive):
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            )
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async with aclosing(self._events) as events:
                     async for data in events:
