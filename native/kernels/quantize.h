@@ -68,7 +68,7 @@ PL_INLINE void quantize_group(f32x16 a, f32x16 b, const Q8Row& out, size_t g) {
 
 // x[k] (any alignment) to one q8 row. A row that holds a NaN or an infinity becomes NaN as a whole, so that the error
 // reaches the logits instead of turning into plausible numbers. `row` may not overlap x.
-PL_INLINE void quantize_row(const float* x, int k, uint8_t* row) {
+inline void quantize_row(const float* x, int k, uint8_t* row) {
   const Q8Row out = q8_row(row, k);
   const int groups = int(q8_padded(k) / 32), whole = k / 32;
   f32x16 poison = set1(0.0f);  // 0 * x: NaN where x is not finite
