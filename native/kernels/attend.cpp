@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kTile = 64;                 // logical keys between two rescalings
 constexpr int kVectors = 2 * kTile / 16;  // a tree's tail spans at most 63 committed keys and 64 rows
-constexpr int kBlockRows = 6;             // query rows of the widest register block
 constexpr int kDirectRows = 8;            // up to so many query rows, 16-bit K and V are not worth unpacking to scratch
 constexpr float kMinusInf = -__builtin_inff();
 
@@ -31,13 +30,13 @@ struct Tile {
 struct Row {
   int begin, end;  // logical keys it sees
   float max, sum;
-  uint64_t tree;   // 0: its keys are the physical ones
+  uint64_t tree;   // which rows of the step it sees, in a sequence of up to 64 rows
 };
 
 struct Scratch {
   float *q, *out;      // [rows][dim_padded]
   float *p;            // [rows][kTile] scores, then probabilities
-  float *raw;          // [kBlockRows][2 * kTile] scores of a tree's tail in physical order
+  float *raw;          // [2 * kTile] a row's scores of a tree's tail in physical order
   float *k, *v;        // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
   Row* rows;
 };
@@ -95,6 +94,7 @@ PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end
 template <int R, class E>
 PL_INLINE void mix_rows(const float* p, const Tile<E>& tile, int begin, int end, int cols, float* out, int o_stride) {
   constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  if (begin >= end) return;
   int col = 0;
   for (; col + 16 * C <= cols; col += 16 * C) mix_block<R, C>(p, tile, begin, end, col, out, o_stride);
   for (; col < cols; col += 16) mix_block<R, 1>(p, tile, begin, end, col, out, o_stride);
@@ -238,9 +238,10 @@ bool begin_rows(const Item& it, int& first_key, int& end_key) {
   for (int i = 0; i < it.num_rows; i++) {
     int row = it.at.row_begin + i / it.group, own = row - seq.first_row;
     uint64_t mask = it.step.tree ? it.step.tree[row] : 0;
+    is_tree = is_tree || mask;
+    if (mask == 0 && own < 64) mask = (uint64_t(2) << own) - 1;  // causal
     int end = seq.ctx_len + (mask ? __builtin_popcountll(mask) : own + 1);
     int begin = it.op.window > 0 ? max_int(0, end - it.op.window) : 0;
-    is_tree = is_tree || mask;
     it.s.rows[i] = {begin, end, kMinusInf, 0.0f, mask};
     first_key = min_int(first_key, begin);
     end_key = max_int(end_key, end);
@@ -288,23 +289,22 @@ void attend_item(const Item& it) {
   finish_rows(it);
 }
 
-PL_INLINE float* take(uint8_t*& at, size_t floats) {
-  float* p = reinterpret_cast<float*>(at);
-  at += (floats * 4 + 63) / 64 * 64;
-  return p;
-}
-
-// Lays the scratch of one thread out from `at`; returns its end.
-uint8_t* lay_out(uint8_t* at, size_t rows, size_t dim, Scratch& s) {
-  size_t padded = (dim + 15) / 16 * 16;
-  s.q = take(at, rows * padded);
-  s.out = take(at, rows * padded);
-  s.p = take(at, rows * kTile);
-  s.raw = take(at, 2 * kTile);
-  s.k = take(at, dim * kTile);
-  s.v = take(at, padded * kTile);
-  s.rows = reinterpret_cast<Row*>(take(at, rows * sizeof(Row) / 4));
-  return at;
+// Lays the scratch of one thread out from `base` (null: only its size is wanted); returns its bytes.
+size_t lay_out(uint8_t* base, size_t rows, size_t dim, Scratch& s) {
+  size_t padded = (dim + 15) / 16 * 16, used = 0;
+  auto take = [&](size_t floats) {
+    float* p = base ? reinterpret_cast<float*>(base + used) : nullptr;
+    used += (floats * 4 + 63) / 64 * 64;
+    return p;
+  };
+  s.q = take(rows * padded);
+  s.out = take(rows * padded);
+  s.p = take(rows * kTile);
+  s.raw = take(2 * kTile);
+  s.k = take(dim * kTile);
+  s.v = take(padded * kTile);
+  s.rows = reinterpret_cast<Row*>(take(rows * sizeof(Row) / 4));
+  return used;
 }
 
 }  // namespace
@@ -313,7 +313,7 @@ size_t attend_scratch(const Op& op) {
   Scratch s;
   int group = op.heads / op.kv_heads;
   size_t rows = size_t(attend_row_tile(group)) * size_t(group);
-  return size_t(lay_out(nullptr, rows, size_t(op.head_dim), s) - static_cast<uint8_t*>(nullptr));
+  return lay_out(nullptr, rows, size_t(op.head_dim), s);
 }
 
 void attend(const Op& op, const Step& step, Work& work) {

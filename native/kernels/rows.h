@@ -42,11 +42,12 @@ PL_INLINE void store_part(const Mat& out, int row, int col, int n, const float* 
   for (int begin = 0; begin < n; begin += kPart) {
     int len = min_int(kPart, n - begin), at = col + begin;
     quantize_row(x + begin, len, part);
-    size_t padded = q8_padded(len), groups = padded / 32, total = q8_padded(out.cols), first = size_t(at) / 32;
-    std::memcpy(dst + at, part, padded);
-    std::memcpy(dst + total + first * 4, part + padded, groups * 4);
-    std::memcpy(dst + total + total / 8 + first * 4, part + padded + groups * 4, groups * 4);
-    std::memcpy(dst + total + total / 4 + first * 8, part + padded + groups * 8, groups * 8);
+    size_t padded = q8_padded(len), groups = padded / 32, first = size_t(at) / 32;
+    Q8Row from = q8_row(part, len), to = q8_row(dst, out.cols);
+    std::memcpy(to.q + at, from.q, padded);
+    std::memcpy(to.scale + first, from.scale, groups * sizeof *to.scale);
+    std::memcpy(to.sum + first, from.sum, groups * sizeof *to.sum);
+    std::memcpy(to.half_sum + 2 * first, from.half_sum, 2 * groups * sizeof *to.half_sum);
   }
 }
 
