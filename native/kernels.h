@@ -46,6 +46,8 @@ struct KVLayout {            // K: [block][kv_head][head_dim][block_size]; V: [b
   Format dtype = Format::f16;
 };
 struct AttendItem { int32_t seq, kv_head, row_begin, row_end; };  // rows are step rows of one sequence
+// Rows of an item at most: about 48 query rows reuse a tile of K and V, and long prompts still make many items.
+constexpr int attend_row_tile(int group) { return group < 48 ? 48 / group : 1; }
 struct Step {
   int T = 0, B = 0, L = 0, max_blocks = 0;
   const int32_t *tokens = nullptr, *positions = nullptr, *slots = nullptr, *logit_rows = nullptr, *tables = nullptr;
@@ -85,7 +87,8 @@ struct Op {
 //   add, scale, softcap, select  f32 -> f32
 
 // ---- work sharing -------------------------------------------------------------------------------------------------
-// Threads take items until none is left; who computes an item never changes its bits (law 1).
+// Threads take items until none is left; who computes an item never changes its bits (law 1). A kernel returns only
+// when `next` has gone past its items; a thread that comes late may skip the op, so no kernel divides by num_threads.
 struct Work {
   int thread = 0, num_threads = 1;
   int (*next)(Work&, int grain) = nullptr;  // first index of the next `grain` items, counting up from 0 in this op
@@ -98,6 +101,7 @@ struct KernelTable {
   Kernel run[int(OpCode::count)] = {};
   // Private scratch bytes a thread needs for this op.
   size_t (*linear_scratch)(const Op&, int max_rows) = nullptr;
+  size_t (*attend_scratch)(const Op&) = nullptr;
   // Parts that tests call on their own.
   void (*quantize_row)(const float* x, int k, uint8_t* q8_row) = nullptr;
 };
