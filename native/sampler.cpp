@@ -171,19 +171,16 @@ void Sampler::gather_top(const float* x, int count) {
   candidates_.resize(kept);
 }
 
-// Of the candidates in the order of `before`, keep the shortest beginning that holds `share` of the mass. Their masses
+// Of the candidates in the order of `before`, keep the shortest beginning that weighs `target`. Their masses
 // are added up by ranges of the key, so that only the range where the share is reached has to be sorted.
-void Sampler::keep_mass(double share) {
+void Sampler::keep_mass(double target) {
   constexpr int kShift = 19, kRanges = 1 << (31 - kShift);  // 16 ranges an octave
   auto range = [](const Candidate& c) { uint32_t bits; std::memcpy(&bits, &c.key, sizeof bits); return (bits & 0x7fffffff) >> kShift; };
   range_mass_.assign(kRanges, 0);
-  double total = 0, mass = 0;
-  for (const Candidate& c : candidates_) {
-    range_mass_[range(c)] += c.weight;
-    total += c.weight;
-  }
+  for (const Candidate& c : candidates_) range_mass_[range(c)] += c.weight;
+  double mass = 0;
   uint32_t edge = 0;
-  while (edge + 1 < kRanges && mass + range_mass_[edge] < share * total) mass += range_mass_[edge++];
+  while (edge + 1 < kRanges && mass + range_mass_[edge] < target) mass += range_mass_[edge++];
   edge_.clear();
   for (const Candidate& c : candidates_)
     if (range(c) == edge) edge_.push_back(c);
@@ -191,7 +188,7 @@ void Sampler::keep_mass(double share) {
   std::sort(edge_.begin(), edge_.end(), before);
   size_t last = 0;
   for (; last + 1 < edge_.size(); last++)
-    if ((mass += edge_[last].weight) >= share * total) break;
+    if ((mass += edge_[last].weight) >= target) break;
   Candidate cut = edge_[last];
   std::erase_if(candidates_, [&](const Candidate& c) { return before(cut, c); });
 }
@@ -204,7 +201,7 @@ void Sampler::keep_typical(double share, float inv_temperature) {
   auto surprise = [&](const Candidate& c) { return log_total - double((c.logit - max_) * inv_temperature); };
   for (const Candidate& c : candidates_) entropy += c.weight / total * surprise(c);
   for (Candidate& c : candidates_) c.key = float(std::abs(surprise(c) - entropy));
-  keep_mass(share);
+  keep_mass(share * total);
 }
 
 int Sampler::draw_any(double u) const {
@@ -230,7 +227,8 @@ int Sampler::draw_filtered(const float* x, const SamplingOptions& o, double u) {
   float inv = 1.0f / o.temperature;
   if (o.top_k > 0 && o.top_k < vocab_) {
     gather_top(x, o.top_k);
-    for (Candidate& c : candidates_) c.weight = exp4((splat(c.logit) - splat(max_)) * splat(inv))[0];
+    total_ = 0;
+    for (Candidate& c : candidates_) total_ += c.weight = exp4((splat(c.logit) - splat(max_)) * splat(inv))[0];
     std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
   } else {
     weigh(x, inv);
@@ -241,7 +239,7 @@ int Sampler::draw_filtered(const float* x, const SamplingOptions& o, double u) {
       if (weight_[i] >= bound) candidates_.push_back({x[i], max_ - x[i], weight_[i], i});
   }
   std::erase_if(candidates_, [](const Candidate& c) { return c.weight <= 0; });
-  if (o.top_p < 1) keep_mass(o.top_p);
+  if (o.top_p < 1) keep_mass(o.top_p * total_);
   if (o.min_p > 0) std::erase_if(candidates_, [&](const Candidate& c) { return c.weight < o.min_p; });
   if (o.typical_p < 1) keep_typical(o.typical_p, inv);
   double total = 0, mass = 0;

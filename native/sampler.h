@@ -66,7 +66,7 @@ class Sampler {
   void gather_top(const float* x, int count);     // the `count` best to candidates_, best first
   int draw_any(double u) const;
   int draw_filtered(const float* x, const SamplingOptions& o, double u);
-  void keep_mass(double share);
+  void keep_mass(double target);
   void keep_typical(double share, float inv_temperature);
   void describe(const float* x, int num_top, Choice& choice);
 
