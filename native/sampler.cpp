@@ -164,40 +164,44 @@ void Sampler::gather_top(const float* x, int count) {
     if (block_max_[b] < bound) continue;
     int end = std::min(int(b + 1) * kBlock, vocab_);
     for (int i = int(b) * kBlock; i < end; i++)
-      if (x[i] >= bound) candidates_.push_back({x[i], i, 0});
+      if (x[i] >= bound) candidates_.push_back({x[i], max_ - x[i], 0, i});
   }
   size_t kept = std::min(candidates_.size(), size_t(count));
   std::partial_sort(candidates_.begin(), candidates_.begin() + kept, candidates_.end(), before);
   candidates_.resize(kept);
 }
 
-// Keep the shortest beginning of candidates_ that holds `share` of their mass.
-void Sampler::keep_mass(double share) {
-  double mass = 0, target = share * total_;
-  for (size_t i = 0; i < candidates_.size(); i++) {
-    mass += candidates_[i].weight;
-    if (mass >= target) {
-      candidates_.resize(i + 1);
-      total_ = mass;
-      return;
-    }
-  }
+// Of the candidates in the order of `before`, keep the shortest beginning that weighs `target`. Their masses
+// are added up by ranges of the key, so that only the range where the share is reached has to be sorted.
+void Sampler::keep_mass(double target) {
+  constexpr int kShift = 19, kRanges = 1 << (31 - kShift);  // 16 ranges an octave
+  auto range = [](const Candidate& c) { uint32_t bits; std::memcpy(&bits, &c.key, sizeof bits); return (bits & 0x7fffffff) >> kShift; };
+  range_mass_.assign(kRanges, 0);
+  for (const Candidate& c : candidates_) range_mass_[range(c)] += c.weight;
+  double mass = 0;
+  uint32_t edge = 0;
+  while (edge + 1 < kRanges && mass + range_mass_[edge] < target) mass += range_mass_[edge++];
+  edge_.clear();
+  for (const Candidate& c : candidates_)
+    if (range(c) == edge) edge_.push_back(c);
+  if (edge_.empty()) return;
+  std::sort(edge_.begin(), edge_.end(), before);
+  size_t last = 0;
+  for (; last + 1 < edge_.size(); last++)
+    if ((mass += edge_[last].weight) >= target) break;
+  Candidate cut = edge_[last];
+  std::erase_if(candidates_, [&](const Candidate& c) { return before(cut, c); });
 }
 
-// Locally typical sampling, Meister 2022: tokens whose surprise is nearest to the entropy first.
-void Sampler::keep_typical(double share) {
+// Locally typical sampling, Meister 2022: tokens whose surprise is nearest to the entropy come first.
+void Sampler::keep_typical(double share, float inv_temperature) {
   double total = 0, entropy = 0;
   for (const Candidate& c : candidates_) total += c.weight;
-  auto surprise = [total](const Candidate& c) { return std::log(total) - std::log(double(c.weight)); };
-  candidates_.erase(std::find_if(candidates_.begin(), candidates_.end(), [](const Candidate& c) { return c.weight <= 0; }), candidates_.end());
+  double log_total = std::log(total);
+  auto surprise = [&](const Candidate& c) { return log_total - double((c.logit - max_) * inv_temperature); };
   for (const Candidate& c : candidates_) entropy += c.weight / total * surprise(c);
-  std::vector<std::pair<double, Candidate>> ranked;
-  ranked.reserve(candidates_.size());
-  for (const Candidate& c : candidates_) ranked.emplace_back(std::abs(surprise(c) - entropy), c);
-  std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (size_t i = 0; i < ranked.size(); i++) candidates_[i] = ranked[i].second;
-  total_ = total;
-  keep_mass(share);
+  for (Candidate& c : candidates_) c.key = float(std::abs(surprise(c) - entropy));
+  keep_mass(share * total);
 }
 
 int Sampler::draw_any(double u) const {
@@ -224,35 +228,25 @@ int Sampler::draw_filtered(const float* x, const SamplingOptions& o, double u) {
   if (o.top_k > 0 && o.top_k < vocab_) {
     gather_top(x, o.top_k);
     total_ = 0;
-    for (Candidate& c : candidates_) {
-      c.weight = exp4((splat(c.logit) - splat(max_)) * splat(inv))[0];
-      total_ += c.weight;
-    }
+    for (Candidate& c : candidates_) total_ += c.weight = exp4((splat(c.logit) - splat(max_)) * splat(inv))[0];
+    std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
   } else {
     weigh(x, inv);
-    // All tokens lighter than the bound weigh less than 1 - top_p together: none of them can be kept.
-    float bound = o.typical_p < 1 && o.top_p == 1 ? 0.0f : float((1.0 - o.top_p) * 0.999 * total_ / vocab_);
-    if (o.top_p == 1 && o.typical_p == 1) bound = o.min_p;
+    // All tokens lighter than this weigh less than 1 - top_p together: none of them can be kept.
+    float bound = o.top_p < 1 ? float((1.0 - o.top_p) * 0.999 * total_ / vocab_) : 0.0f;
     candidates_.clear();
     for (int i = 0; i < vocab_; i++)
-      if (weight_[i] >= bound && x[i] > -INFINITY) candidates_.push_back({x[i], i, weight_[i]});
-    std::sort(candidates_.begin(), candidates_.end(), before);
+      if (weight_[i] >= bound) candidates_.push_back({x[i], max_ - x[i], weight_[i], i});
   }
-  if (o.top_p < 1) keep_mass(o.top_p);
-  if (o.min_p > 0)
-    candidates_.erase(std::find_if(candidates_.begin(), candidates_.end(), [&](const Candidate& c) { return c.weight < o.min_p; }), candidates_.end());
-  if (o.typical_p < 1) keep_typical(o.typical_p);
-  std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+  std::erase_if(candidates_, [](const Candidate& c) { return c.weight <= 0; });
+  if (o.top_p < 1) keep_mass(o.top_p * total_);
+  if (o.min_p > 0) std::erase_if(candidates_, [&](const Candidate& c) { return c.weight < o.min_p; });
+  if (o.typical_p < 1) keep_typical(o.typical_p, inv);
   double total = 0, mass = 0;
   for (const Candidate& c : candidates_) total += c.weight;
-  int id = -1;
-  for (const Candidate& c : candidates_) {
-    if (c.weight <= 0) continue;
-    id = c.id;
-    mass += c.weight;
-    if (mass > u * total) break;
-  }
-  return id;
+  for (const Candidate& c : candidates_)
+    if ((mass += c.weight) > u * total) return c.id;
+  return candidates_.back().id;
 }
 
 // Log-probabilities are those of the model's raw logits, whatever was done to choose.
@@ -261,9 +255,12 @@ void Sampler::describe(const float* x, int num_top, Choice& choice) {
   weigh(x, 1.0f);
   double log_total = std::log(total_) + max_;
   float chosen = x[choice.token];
-  int num_before = 0;
-  for (int i = 0; i < vocab_; i++) num_before += x[i] > chosen;
-  for (int i = 0; i < choice.token; i++) num_before += x[i] == chosen;
+  i32x4 before4 = {0, 0, 0, 0};
+  int i = 0;
+  for (; i + 4 <= vocab_; i += 4) before4 -= load4(x + i) > splat(chosen);
+  int num_before = before4[0] + before4[1] + before4[2] + before4[3];
+  for (; i < vocab_; i++) num_before += x[i] > chosen;
+  num_before += int(std::count(x, x + choice.token, chosen));
   choice.rank = num_before + 1;
   choice.logprob = chosen - log_total;
   if (!num_top) return;

@@ -54,8 +54,11 @@ class Sampler {
   Choice sample(const float* logits, const SamplerState& state);
 
  private:
-  struct Candidate { float logit; int id; float weight; };
-  static bool before(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
+  struct Candidate { float logit, key, weight; int id; };  // a smaller key is better; it is not negative
+  static bool before(const Candidate& a, const Candidate& b) {
+    if (a.key != b.key) return a.key < b.key;
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+  }
 
   bool scan(const float* x);                      // fills block_max_ and max_; false if a logit is NaN or +infinity
   int argmax(const float* x) const;
@@ -63,16 +66,16 @@ class Sampler {
   void gather_top(const float* x, int count);     // the `count` best to candidates_, best first
   int draw_any(double u) const;
   int draw_filtered(const float* x, const SamplingOptions& o, double u);
-  void keep_mass(double share);
-  void keep_typical(double share);
+  void keep_mass(double target);
+  void keep_typical(double share, float inv_temperature);
   void describe(const float* x, int num_top, Choice& choice);
 
   int vocab_;
   float max_ = 0;
   double total_ = 0;
   std::vector<float> logits_, weight_, block_max_, bounds_;
-  std::vector<double> block_sum_;
-  std::vector<Candidate> candidates_;
+  std::vector<double> block_sum_, range_mass_;
+  std::vector<Candidate> candidates_, edge_;  // candidates_ is in the order of ids, after gather_top best first
 };
 
 }  // namespace paceline

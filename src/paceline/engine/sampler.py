@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from paceline import _native
+import paceline._native as native
 from paceline.backends.base import F32
 from paceline.types import SamplingParams, TokenLogprob
 
@@ -49,7 +49,7 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, end_ids: Seq[int], encoder: Encoder) -> None:
-        self._native = _native.Sampler(vocab_size)
+        self._native = native.Sampler(vocab_size)
         self._end_ids = tuple(end_ids)
         self._encoder = encoder
 
@@ -64,7 +64,7 @@ class Sampler:
             for word in params.bad_words
             for text in (word, " " + word)
         ]
-        state: SamplerState = _native.SamplerState(
+        state: SamplerState = native.SamplerState(
             seed=seed & _MASK,
             temperature=params.temperature,
             top_k=max(params.top_k, 0),

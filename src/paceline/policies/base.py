@@ -12,9 +12,11 @@ from paceline.errors import ParameterError
 from paceline.loading import load
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from paceline.engine.sequence import Sequence
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ def load_policy(spec: str) -> Policy:
 
 def parse_options(cls: type[Options], policy: str, options: Mapping[str, str]) -> Options:
     """Return `cls`, a dataclass of float fields, filled from a spec's options."""
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(cls)]
     values: dict[str, float] = {}
     for key, text in options.items():
         if key not in known:
