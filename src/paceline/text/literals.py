@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 class Literals:
@@ -42,6 +42,53 @@ class Literals:
                     position = begin + length
                     yield begin, position, token_id
                     break
+
+    def starts(self, text: str) -> Iterator[int]:
+        """Yield where a word begins, overlapping ones too."""
+        position = 0
+        while self._candidates and (found := self._candidates.search(text, position)):
+            begin = found.start()
+            position = begin + 1
+            lengths = self._lengths[found.group()]
+            if any(text[begin : begin + length] in self.ids for length in lengths):
+                yield begin
+
+
+class Markers:
+    """Finds control markers, whole or begun, in text that must not hold any."""
+
+    __slots__ = ("_backward", "_first_chars", "_forward", "_last_chars", "_longest", "_words")
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._forward = sorted(word for word in words if len(word) > 1)
+        self._backward = sorted(word[::-1] for word in self._forward)
+        self._first_chars = frozenset(word[0] for word in self._forward)
+        self._last_chars = frozenset(word[-1] for word in self._forward)
+        self._longest = max(map(len, self._forward), default=0)
+        self._words = Literals(dict.fromkeys(self._forward, 0))
+
+    def cuts(self, text: str) -> list[int]:
+        """Return sorted positions such that any marker within `text` has one inside it.
+
+        So has a marker that other text completes, if two of its characters stand at an end of
+        `text`. Example: for "<|end|>", "a<|end|>" gives [2] and "<|e" gives [1].
+        """
+        cuts = {begin + 1 for begin in self._words.starts(text)}
+        for length in range(2, min(self._longest, len(text) + 1)):
+            end = text[len(text) - length :]
+            if end[0] in self._first_chars and _begins_any(end, self._forward):
+                cuts.add(len(text) - length + 1)
+            if text[length - 1] in self._last_chars and _begins_any(
+                text[length - 1 :: -1], self._backward
+            ):
+                cuts.add(1)
+        return sorted(cuts)
+
+
+def _begins_any(text: str, words: Sequence[str]) -> bool:
+    """True where one of the sorted words begins with `text`."""
+    at = bisect_left(words, text)
+    return at < len(words) and words[at].startswith(text)
 
 
 def _spans(begin: int, end: int, cuts: Sequence[int]) -> bool:

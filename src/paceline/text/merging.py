@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import pairwise
 
 NO_MERGE = float("inf")
 _SHORT = 48  # below this, scanning a list for its minimum beats a heap
@@ -22,7 +23,7 @@ def merge(symbols: list[str], rank: Callable[[str, str], float]) -> list[str]:
 
 def _merge_short(symbols: list[str], rank: Callable[[str, str], float]) -> list[str]:
     parts = list(symbols)
-    ranks = [rank(left, right) for left, right in zip(parts, parts[1:], strict=False)]
+    ranks = [rank(left, right) for left, right in pairwise(parts)]
     while ranks:
         best = min(ranks)
         if best == NO_MERGE:

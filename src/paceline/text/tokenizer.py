@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from paceline.errors import ParameterError, TokenizerError
+from paceline.text.literals import Markers
 from paceline.text.stream_decoder import StreamDecoder
 from paceline.weights.checkpoint import GGUFTokenizerData, HFTokenizerData
 
@@ -48,6 +50,11 @@ class Tokenizer:
         self._eos_ids = eos_ids
         self._shown = _Pieces(codec, len(tokens), hidden=silent)
         self._spoken = _Pieces(codec, len(tokens), hidden=silent | self._special_ids)
+
+    @cached_property
+    def markers(self) -> Markers:
+        """Finds the special tokens' texts in what users write."""
+        return Markers(self.special_tokens)
 
     @property
     def adds_bos(self) -> bool:
@@ -92,9 +99,12 @@ class Tokenizer:
         return text.removeprefix(" ") if self._strips(continuation) else text
 
     def stream_decoder(
-        self, skip_special: bool = True, *, continuation: bool = False
+        self, skip_special: bool = True, *, continuation: bool = True
     ) -> StreamDecoder:
-        """Return a decoder that takes ids one at a time; `continuation` as in `decode`."""
+        """Return a decoder that takes ids one at a time.
+
+        It decodes what a model adds to a prompt, so `continuation` (see `decode`) is the default.
+        """
         pieces = self._spoken if skip_special else self._shown
         return StreamDecoder(pieces.__getitem__, strip_leading_space=self._strips(continuation))
 
@@ -131,7 +141,7 @@ class _Pieces(dict[int, bytes]):
 
 
 def build_tokenizer(data: GGUFTokenizerData | HFTokenizerData) -> Tokenizer:
-    """Return the tokenizer of a checkpoint. Raises TokenizerError where the data cannot make one."""
+    """Return the tokenizer of a checkpoint, or raise TokenizerError that says what it lacks."""
     if isinstance(data, HFTokenizerData):
         from paceline.text.hf_tokenizer import build_hf
 

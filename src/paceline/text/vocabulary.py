@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import numpy as np
+
 from paceline.errors import TokenizerError
 from paceline.weights.checkpoint import GGUFTokenizerData
 
@@ -49,8 +51,8 @@ def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
     tokens = list(data.tokens)
     if not tokens:
         raise TokenizerError("tokenizer.ggml.tokens is empty: convert the model again")
-    types = list(data.token_types)
-    if types and len(types) != len(tokens):
+    types = np.asarray(data.token_types, dtype=np.int32)
+    if len(types) and len(types) != len(tokens):
         raise TokenizerError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens: "
             "convert the model again"
@@ -60,8 +62,8 @@ def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
     user_defined: dict[str, int] = {}
     unused: list[int] = []
     byte_ids: list[int] = []
-    rare = [(i, kind) for i, kind in enumerate(types) if kind != TokenType.NORMAL]
-    marked = [(i, TokenType.CONTROL) for i in ends if i is not None and 0 <= i < len(tokens)]
+    rare = [(int(i), int(types[i])) for i in np.flatnonzero(types != TokenType.NORMAL)]
+    marked = [(i, int(TokenType.CONTROL)) for i in ends if i is not None and 0 <= i < len(tokens)]
     for token_id, kind in (*rare, *marked):
         text = tokens[token_id]
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or (
