@@ -227,7 +227,8 @@ def random_model(
         else:
             value = rng.standard_normal(shape) * (1.5 / np.sqrt(shape[-1]))
         tensors[name] = value.astype(np.float32)
-    return TinyModel(filled, tensors, tokenizer)
+    ends = (tokenizer.eos_id, tokenizer.eot_id)
+    return TinyModel(filled, tensors, tokenizer, eos_ids=ends)
 
 
 def _scripted(head: np.ndarray, tokenizer: TinyTokenizer, **config: Any) -> TinyModel:
@@ -246,7 +247,7 @@ def _scripted(head: np.ndarray, tokenizer: TinyTokenizer, **config: Any) -> Tiny
         "lm_head.weight": head,
     }.items():
         model = model.with_tensor(name, value)
-    return replace(model, eos_ids=(tokenizer.eos_id, tokenizer.eot_id))
+    return model
 
 
 def _padded(tokenizer: TinyTokenizer) -> int:
@@ -300,6 +301,8 @@ def random_blocks(rng: np.random.Generator, fmt: str, shape: tuple[int, ...]) ->
     if fmt in ("f16", "bf16"):
         return encode(rng.standard_normal(shape) * 0.05, fmt)
     weights, size = BLOCK[fmt]
+    if shape[-1] % weights:
+        raise ValueError(f"{shape[-1]} columns are no multiple of {weights}, the block of {fmt}")
     data = rng.integers(0, 256, (int(np.prod(shape)) // weights, size), dtype=np.uint8)
     for at in SCALE_OFFSETS[fmt]:
         scale = rng.uniform(0.0005, 0.005, (len(data), 1)).astype("<f2")

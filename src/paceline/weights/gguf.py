@@ -10,16 +10,17 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline import _native
+from paceline._native import gguf_string_offsets
 from paceline.errors import ModelFormatError, UnsupportedModelError
 from paceline.weights.mapped_file import map_file
-from paceline.weights.tensor import BLOCK, QTensor
+from paceline.weights.tensor import BLOCK, StoredTensor
 
 MAX_ENTRIES = 1 << 17  # metadata keys or tensors of a file: far more than any model has
 MAX_NESTING = 4  # arrays of arrays
@@ -35,7 +36,8 @@ _OTHER_FORMATS = {
     34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
 }  # fmt: skip
 _NUMBERS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4",
+    10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -66,27 +68,8 @@ class StringArray(Sequence[str]):
         begin = int(self.offsets[0])
         raw = self.data[begin : int(self.offsets[-1])].tobytes()
         bounds = (self.offsets - begin).tolist()
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             yield raw[start + 8 : end].decode("utf-8", "replace")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies. `format` may be one that this build cannot read."""
-
-    name: str
-    format: str
-    shape: tuple[int, ...]  # outermost first, as NumPy has it
-    data: npt.NDArray[np.uint8] | None  # None: the size of an unreadable format is unknown
-
-    def load(self) -> QTensor:
-        """The tensor as a view of the file. Raises UnsupportedModelError on an unreadable format."""
-        if self.data is None:
-            raise UnsupportedModelError(
-                f"tensor {self.name!r} is in format {self.format}, which is not supported: "
-                f"use a file with {', '.join(BLOCK)}"
-            )
-        return QTensor(self.format, self.shape, self.data.reshape(*self.shape[:-1], -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +81,7 @@ class GGUF:
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, StoredTensor]
 
 
 def open_gguf(path: Path) -> GGUF:
@@ -123,8 +106,10 @@ def _join_shards(path: Path, given: GGUF, count: int) -> GGUF:
     paths = tuple(path.with_name(f"{match[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count))
     missing = [p.name for p in paths if not p.exists()]
     if missing:
-        raise ModelFormatError(f"{path}: {len(missing)} of {count} parts missing: {', '.join(missing[:5])}")
-    tensors: dict[str, TensorInfo] = {}
+        raise ModelFormatError(
+            f"{path}: {len(missing)} of {count} parts missing: {', '.join(missing[:5])}"
+        )
+    tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, Any] = {}
     for i, part_path in enumerate(paths):
         part = given if part_path == path else _read_file(part_path)
@@ -166,7 +151,7 @@ class _Cursor:
         return taken
 
     def unpack(self, code: str) -> Any:
-        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
+        (value,) = struct.unpack(code, self.take(struct.calcsize(code)).tobytes())
         return value
 
     def u32(self) -> int:
@@ -232,7 +217,7 @@ class _Cursor:
     def string_array(self) -> StringArray:
         count = self.count(8)
         try:
-            offsets = _native.gguf_string_offsets(self.data, self.at, count)
+            offsets = gguf_string_offsets(self.data, self.at, count)
         except ValueError as error:
             raise self.fail(f"is broken: {error}") from None
         self.at = int(offsets[-1])
@@ -263,7 +248,9 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     if version in (2 << 24, 3 << 24):
         raise UnsupportedModelError(f"{cursor.path} is big endian: convert it to little endian")
     if version not in (2, 3):
-        raise UnsupportedModelError(f"{cursor.path} is GGUF version {version}: 2 and 3 are supported")
+        raise UnsupportedModelError(
+            f"{cursor.path} is GGUF version {version}: 2 and 3 are supported"
+        )
     num_tensors, num_keys = cursor.u64(), cursor.u64()
     left = len(cursor.data) - cursor.at
     # The least a tensor takes is 24 bytes, the least a key takes 13.
@@ -283,7 +270,7 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
     return value
 
 
-def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, StoredTensor]:
     entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for i in range(count):
         cursor.what = f"tensor {i + 1} of {count}"
@@ -307,14 +294,14 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
 
 def _place_tensors(
     cursor: _Cursor, entries: dict[str, tuple[str, tuple[int, ...], int]], base: int
-) -> dict[str, TensorInfo]:
+) -> dict[str, StoredTensor]:
     """Check that each tensor lies inside the file and clear of the others."""
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, (fmt, shape, offset) in entries.items():
         cursor.what = f"tensor {name!r}"
         if fmt not in BLOCK:
-            tensors[name] = TensorInfo(name, fmt, shape, None)
+            tensors[name] = StoredTensor(name, fmt, shape, None)
             continue
         weights, block_bytes = BLOCK[fmt]
         size = block_bytes
@@ -324,10 +311,10 @@ def _place_tensors(
             raise cursor.fail(f"has the shape {list(shape)}, which {fmt} cannot have")
         size //= weights
         cursor.at = base + offset
-        tensors[name] = TensorInfo(name, fmt, shape, cursor.take(size))
+        tensors[name] = StoredTensor(name, fmt, shape, cursor.take(size))
         spans.append((cursor.at - size, cursor.at, name))
     spans.sort()
-    for (_, end, name), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, name), (start, _, other) in pairwise(spans):
         if start < end:
             raise ModelFormatError(f"{cursor.path}: tensors {name!r} and {other!r} overlap")
     return tensors

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.errors import UnsupportedModelError
+
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 
@@ -52,6 +54,25 @@ class QTensor:
     def rows(self, order: npt.NDArray[np.intp]) -> QTensor:
         """Copy with row `order[i]` of this tensor as row i: no format mixes rows."""
         return QTensor(self.format, (len(order), *self.shape[1:]), self.data[order])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a mapped file. `format` may be one that this build cannot read."""
+
+    name: str
+    format: str
+    shape: tuple[int, ...]  # outermost first
+    data: U8 | None  # None: the format is not in BLOCK
+
+    def load(self) -> QTensor:
+        """The tensor as a view of the file. Raises UnsupportedModelError if it is unreadable."""
+        if self.data is None:
+            raise UnsupportedModelError(
+                f"tensor {self.name!r} is in format {self.format}, which is not supported: "
+                f"use a file with {', '.join(BLOCK)}"
+            )
+        return QTensor(self.format, self.shape, self.data.reshape(*self.shape[:-1], -1))
 
 
 def from_floats(values: npt.ArrayLike) -> QTensor:
