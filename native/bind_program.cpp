@@ -1,5 +1,6 @@
 // Program for Python: every array is checked here for type, shape and contiguity; program.cpp checks what is in it.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
