@@ -39,7 +39,7 @@ def info(
     """
     from paceline.catalog import resolve
     from paceline.config import EngineConfig
-    from paceline.weights.open import open_checkpoint
+    from paceline.weights.checkpoint import open_checkpoint
 
     config = EngineConfig(kv_dtype=kv_dtype)  # type: ignore[arg-type]
     checkpoint = open_checkpoint(resolve(model))

@@ -82,7 +82,7 @@ def load_model(
     second thread while the weights are mapped and packed.
     """
     from paceline.catalog import resolve
-    from paceline.weights.open import open_checkpoint
+    from paceline.weights.checkpoint import open_checkpoint
 
     start = time.monotonic()
     path = resolve(model, progress=progress)
