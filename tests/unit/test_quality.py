@@ -44,7 +44,7 @@ def test_perplexity_of_a_fixed_distribution_is_its_own(tmp_path: Path) -> None:
     # Each window scores its tokens 9 to 15: 8 9 7 7 8 9 7.
     exact = math.exp(-(3 * math.log(0.5) + 4 * math.log(0.25)) / 7)
     assert result.value == pytest.approx(exact, rel=1e-4)
-    slid = perplexity(backend, text + [7], context=16, stride=8, **how)
+    slid = perplexity(backend, [*text, 7], context=16, stride=8, **how)
     assert slid.num_tokens == 64
     assert slid.value == pytest.approx(expected, rel=1e-4)
 
