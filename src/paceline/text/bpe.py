@@ -50,10 +50,10 @@ class ByteBPE:
     strips_leading_space = False
 
     def __init__(self, data: GGUFTokenizerData, vocabulary: Vocabulary) -> None:
-        if not data.merges:
+        if len(data.merges) == 0 or not isinstance(data.merges[0], str):
             raise TokenizerError(
-                "tokenizer.ggml.merges is absent or empty: a BPE tokenizer needs it, convert the "
-                "model again"
+                "tokenizer.ggml.merges is absent, empty or no list of strings: a BPE tokenizer "
+                "needs it, convert the model again"
             )
         rule = pre_tokenizer(data.pre)
         self._vocabulary = vocabulary

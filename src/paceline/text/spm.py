@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from paceline.errors import TokenizerError
 from paceline.text.literals import Literals
 from paceline.text.merging import NO_MERGE, merge
-from paceline.text.vocabulary import Vocabulary
+from paceline.text.vocabulary import Vocabulary, numbers
 from paceline.weights.checkpoint import GGUFTokenizerData
 
 SPACE = "\u2581"
@@ -36,7 +34,7 @@ class SentencePiece:
         self.strips_leading_space = data.add_space_prefix is not False
         self._tokens = tokens
         self._literal = vocabulary.is_literal
-        self._scores: list[float] = np.asarray(data.scores, dtype=np.float32).tolist()
+        self._scores: list[float] = numbers(data.scores, "scores").tolist()
         self._unused = vocabulary.unused
         self._unk_id = 0 if data.unk_id is None else data.unk_id
         self._byte_of = {i: _byte_value(tokens[i]) for i in vocabulary.byte_ids}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.errors import TokenizerError
 from paceline.weights.checkpoint import GGUFTokenizerData
@@ -46,12 +48,24 @@ class Vocabulary:
         return token_id in self._literal_ids
 
 
+def numbers(values: Sequence[float], key: str) -> npt.NDArray[np.float32]:
+    """Return an array of `tokenizer.ggml.<key>`, or raise TokenizerError where it holds others."""
+    try:
+        return np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise TokenizerError(
+            f"tokenizer.ggml.{key} holds no numbers: convert the model again"
+        ) from None
+
+
 def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
     """Sort the tokens of `data` by kind. O(tokens)."""
     tokens = list(data.tokens)
     if not tokens:
         raise TokenizerError("tokenizer.ggml.tokens is empty: convert the model again")
-    types = np.asarray(data.token_types, dtype=np.int32)
+    if not isinstance(tokens[0], str):
+        raise TokenizerError("tokenizer.ggml.tokens holds no strings: convert the model again")
+    types = numbers(data.token_types, "token_type")
     if len(types) and len(types) != len(tokens):
         raise TokenizerError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens: "
