@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,7 @@ def new_request(token_ids: Sequence[int], params: SamplingParams) -> Request:
     )
 
 
-def stream(engine: Engine, requests: Sequence[Request]) -> Iterator[Delta]:
+def stream(engine: Engine, requests: Sequence[Request]) -> Generator[Delta, None, None]:
     """Run `requests` in this thread and yield their deltas as they are made.
 
     All are checked before any is queued. Leaving early (an exception, Ctrl-C, closing the

@@ -66,14 +66,18 @@ def test_a_bad_prompt_fails_the_call_and_leaves_nothing_running(llm):
 def test_ctrl_c_aborts_what_runs_and_leaves_the_llm_usable(llm):
     params = SamplingParams(temperature=0, ignore_eos=True)
     timer = threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        while True:
-            llm.generate(["0"] * 4, params)
+        generate_for_ever(llm, params)
     stats = llm.loaded.engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_live_blocks) == (0, 0, 0)
     llm.loaded.engine.check_integrity()
     assert llm.generate("a", GREEDY)[0].text == ALPHABET[1:]
+
+
+def generate_for_ever(llm, params):
+    while True:
+        llm.generate(["0"] * 4, params)
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones(script_path):

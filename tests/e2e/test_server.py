@@ -169,7 +169,7 @@ def test_logprobs_of_a_chat_line_up(server):
     whole = server.post(CHAT, **body).json()["choices"][0]["logprobs"]["content"]
     assert [item["token"] for item in whole[:4]] == list("HELO")
     assert whole[0]["bytes"] == [72]
-    assert [top["token"] for top in whole[0]["top_logprobs"]][0] == "H"
+    assert whole[0]["top_logprobs"][0]["token"] == "H"
     assert len(whole[0]["top_logprobs"]) == 3
     streamed = [c["logprobs"] for c in choices(server.stream(CHAT, **body)) if c["logprobs"]]
     assert [item for piece in streamed for item in piece["content"]] == whole
@@ -231,7 +231,8 @@ def test_no_value_of_a_field_is_a_server_error(server, field):
         ({"logit_bias": {"1000000": 1}}, "logit_bias"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"prompt": [10**6]}, None),
         ({"prompt": [-1]}, None), ({"prompt": ["a", [10**6]]}, None), ({"prompt": ""}, None),
-        ({"temperature": -1}, "temperature"), ({"tools": [1]}, "tools"), ({"nonsense": 1}, "nonsense"),
+        ({"temperature": -1}, "temperature"), ({"tools": [1]}, "tools"),
+        ({"nonsense": 1}, "nonsense"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )  # fmt: skip

@@ -210,5 +210,5 @@ def _expand(
     keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
     wrapper.__dict__["__signature__"] = inspect.Signature(keyword_only + added)
     wrapper.__annotations__ = {p.name: p.annotation for p in keyword_only + added}
-    del wrapper.__wrapped__  # type: ignore[attr-defined]
+    del wrapper.__wrapped__
     return wrapper

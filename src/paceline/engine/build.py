@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
 from paceline.engine.step import step_limits
 from paceline.errors import ParameterError, TemplateError
-from paceline.weights.checkpoint import Checkpoint
+from paceline.models.base import build_plan
+from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+_MIN_CACHED_BYTES = 16 * 2**20  # smaller models are packed faster than a cache file is opened
+_SPLIT_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,6 @@ def load_model(
     second thread while the weights are mapped and packed.
     """
     from paceline.catalog import resolve
-    from paceline.weights.checkpoint import open_checkpoint
 
     start = time.monotonic()
     path = resolve(model, progress=progress)
@@ -96,7 +99,7 @@ def load_model(
             weight_bytes=weight_bytes,
             available_bytes=available_memory(),
         )
-        backend, resolved, reason = _load_backend(checkpoint, config, kv)
+        backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
     engine = Engine(
         backend=backend,
@@ -116,7 +119,7 @@ def load_model(
         engine=engine,
         config=resolved,
         isa=str(getattr(backend, "isa", config.backend)),
-        threads_reason=reason,
+        threads_reason=str(getattr(backend, "num_threads_reason", "it has one")),
         weight_bytes=weight_bytes,
         kv=kv,
         load_s=time.monotonic() - start,
@@ -159,29 +162,10 @@ def _build_text(
 
 
 def _load_backend(
-    checkpoint: Checkpoint, config: EngineConfig, kv: KVSize
-) -> tuple[Backend, EngineConfig, str]:
-    """Return the loaded backend, the config with every choice made, and why that many threads."""
-    from paceline.models import base
-
-    backend: Backend
-    num_threads, reason = 1, "the reference backend has one"
-    if config.backend == "native":
-        from paceline.backends.native import NativeBackend
-        from paceline.cpu import default_num_threads
-
-        num_threads, reason = default_num_threads()
-        if config.num_threads is not None:
-            num_threads, reason = config.num_threads, "as asked"
-        backend = NativeBackend(num_threads=num_threads)
-    elif config.backend == "reference":
-        from paceline.backends.reference import ReferenceBackend
-
-        backend = ReferenceBackend()
-    else:
-        raise ParameterError(
-            f"backend is {config.backend!r}: choose native or reference", param="backend"
-        )
+    checkpoint: Checkpoint, config: EngineConfig, kv: KVSize, weight_bytes: int
+) -> tuple[Backend, EngineConfig]:
+    """Return the loaded backend, and the config with every choice made."""
+    backend, num_threads = _new_backend(checkpoint.path, config, weight_bytes)
     resolved = dataclasses.replace(
         config,
         max_model_len=kv.max_model_len,
@@ -189,9 +173,47 @@ def _load_backend(
         num_threads=num_threads,
     )
     backend.load(
-        base.build_plan(checkpoint.config),
+        build_plan(checkpoint.config),
         checkpoint.tensors,
         kv=KVSpec(num_blocks=kv.num_blocks, block_size=config.block_size, dtype=config.kv_dtype),
         limits=step_limits(resolved, kv.max_model_len, kv.num_blocks),
     )
-    return backend, resolved, reason
+    return backend, resolved
+
+
+def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
+    """Return the backend that the config names, unloaded, and its number of threads."""
+    if config.backend == "native":
+        from paceline.backends.native import NativeBackend
+        from paceline.weights.repack import source_fingerprint
+
+        cache_path, fingerprint = None, ""
+        if weight_bytes >= _MIN_CACHED_BYTES:
+            cache_path = packed_cache_path(path)
+            fingerprint = source_fingerprint(source_files(path))
+        native = NativeBackend(
+            num_threads=config.num_threads, cache_path=cache_path, fingerprint=fingerprint
+        )
+        return native, native.num_threads
+    if config.backend == "reference":
+        from paceline.backends.reference import ReferenceBackend
+
+        return ReferenceBackend(), 1
+    raise ParameterError(
+        f"backend is {config.backend!r}: choose native or reference", param="backend"
+    )
+
+
+def packed_cache_path(path: Path) -> Path:
+    """Return where the packed weights of the model at `path` are kept: beside it."""
+    return path / "paceline.packed" if path.is_dir() else path.with_name(f"{path.name}.packed")
+
+
+def source_files(path: Path) -> list[Path]:
+    """Return all weight files of the model: a folder's, or every part of a split GGUF."""
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    part = _SPLIT_PART.search(path.name)
+    if part is None:
+        return [path]
+    return sorted(path.parent.glob(f"{path.name[: part.start()]}-*-of-{part[1]}.gguf"))
