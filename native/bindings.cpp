@@ -6,4 +6,5 @@ NB_MODULE(_native, m) {
   bind_weights(m);
   bind_gguf(m);
   bind_sampler(m);
+  bind_measure(m);
 }

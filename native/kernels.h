@@ -11,10 +11,11 @@ namespace paceline {
 //   int8  q[Kp]            quants in [-127, 127]; pad is 0
 //   float scale[Kp/32]     x = scale * q, scale = max|x| / 127 over the group of 32
 //   float sum[Kp/32]       scale * (sum of the group's q), for weight formats with a minimum
-//   float half_sum[Kp/16]  the same over each half of a group, for formats scaled by 16
+//   int16 half_sum[Kp/16]  sum of the q of each half of a group, for exact zero points
+// Written by quantize_row (kernels/quantize.h) alone; a row with a NaN or an infinity has NaN scales.
 constexpr int kGroup = 32;
 constexpr size_t q8_padded(int k) { return (size_t(k) + 31) / 32 * 32; }
-constexpr size_t q8_row_bytes(int k) { return (q8_padded(k) + q8_padded(k) / 32 * 16 + 63) / 64 * 64; }
+constexpr size_t q8_row_bytes(int k) { return (q8_padded(k) + q8_padded(k) / 32 * 12 + 63) / 64 * 64; }
 
 struct Mat {                 // rows of f32 or q8; a view of columns shares the parent's stride
   uint8_t* data = nullptr;
@@ -45,6 +46,8 @@ struct KVLayout {            // K: [block][kv_head][head_dim][block_size]; V: [b
   Format dtype = Format::f16;
 };
 struct AttendItem { int32_t seq, kv_head, row_begin, row_end; };  // rows are step rows of one sequence
+// Rows of an item at most: about 48 query rows reuse a tile of K and V, and long prompts still make many items.
+constexpr int attend_row_tile(int group) { return group < 48 ? 48 / group : 1; }
 struct Step {
   int T = 0, B = 0, L = 0, max_blocks = 0;
   const int32_t *tokens = nullptr, *positions = nullptr, *slots = nullptr, *logit_rows = nullptr, *tables = nullptr;
@@ -84,7 +87,8 @@ struct Op {
 //   add, scale, softcap, select  f32 -> f32
 
 // ---- work sharing -------------------------------------------------------------------------------------------------
-// Threads take items until none is left; who computes an item never changes its bits (law 1).
+// Threads take items until none is left; who computes an item never changes its bits (law 1). A kernel returns only
+// when `next` has gone past its items; a thread that comes late may skip the op, so no kernel divides by num_threads.
 struct Work {
   int thread = 0, num_threads = 1;
   int (*next)(Work&, int grain) = nullptr;  // first index of the next `grain` items, counting up from 0 in this op
@@ -97,6 +101,7 @@ struct KernelTable {
   Kernel run[int(OpCode::count)] = {};
   // Private scratch bytes a thread needs for this op.
   size_t (*linear_scratch)(const Op&, int max_rows) = nullptr;
+  size_t (*attend_scratch)(const Op&) = nullptr;
   // Parts that tests call on their own.
   void (*quantize_row)(const float* x, int k, uint8_t* q8_row) = nullptr;
 };
@@ -108,7 +113,8 @@ PL_DECLARE_ISA(avx512bf16)
 PL_DECLARE_ISA(neon)
 #undef PL_DECLARE_ISA
 
-// Repack [rows, k] of GGUF blocks (row_bytes apart) into panels; pack.cpp, ISA-independent. `row_order` may be null.
+// Repack [rows, k] of GGUF blocks (row_bytes apart) into panels; pack.cpp, ISA-independent. Packed row i is source row
+// row_order[i], or i where it is null. dst is panel 0; padding rows and bytes are zero.
 size_t packed_panel_bytes(Format format, int k);
 void pack_panels(Format format, const uint8_t* src, size_t row_bytes, int rows, int k, const int32_t* row_order,
                  int panel_begin, int panel_end, uint8_t* dst);

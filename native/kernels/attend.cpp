@@ -1,0 +1,337 @@
+// Paged attention, one item at a time: some rows of one sequence under one KV head, with all its query heads.
+//
+// A score is one chain of fused multiply-adds along the head, an output column adds p_j * v_j key by key in logical
+// order, and the softmax goes over tiles of 64 logical keys counted from the sequence's first. So a row's bits do not
+// depend on the lane of a key, on the rows beside it, or on whether it is a tree node (law 1).
+#include "rows.h"
+
+namespace paceline::PL_ISA {
+namespace {
+
+constexpr int kTile = 64;                 // logical keys between two rescalings
+constexpr int kVectors = 2 * kTile / 16;  // a tree's tail spans at most 63 committed keys and 64 rows
+constexpr int kDirectRows = 8;            // up to so many query rows, 16-bit K and V are not worth unpacking to scratch
+constexpr float kMinusInf = -__builtin_inff();
+
+PL_INLINE f32x16 load_kv(const float* p) { return load(p); }
+struct F16 { uint16_t bits; };
+struct BF16 { uint16_t bits; };
+PL_INLINE f32x16 load_kv(const F16* p) { return load_f16(&p->bits); }
+PL_INLINE f32x16 load_kv(const BF16* p) { return load_bf16(&p->bits); }
+
+// Where the keys of a tile lie, sixteen a vector: K at k[i] + d * k_stride + lane, V at v[i] + lane * v_stride + d.
+template <class E>
+struct Tile {
+  const E *k[kVectors], *v[kVectors];
+  int k_stride, v_stride;
+};
+
+// One query row (a token under one query head) and its running softmax.
+struct Row {
+  int begin, end;  // logical keys it sees
+  float max, sum;
+  uint64_t tree;   // which rows of the step it sees, in a sequence of up to 64 rows
+};
+
+struct Scratch {
+  float *q, *out;      // [rows][dim_padded]
+  float *p;            // [rows][kTile] scores, then probabilities
+  float *raw;          // [2 * kTile] a row's scores of a tree's tail in physical order
+  float *k, *v;        // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
+  Row* rows;
+};
+
+struct Item {
+  const Op& op;
+  const Step& step;
+  const AttendItem& at;
+  Scratch s;
+  int num_rows, dim, dim_padded, group;  // query rows; group: query heads a KV head
+};
+
+// scores[r][16 * (first + c) + lane] = q[r] . k over R rows and C vectors of keys.
+template <int R, int C, class E>
+PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int first, int dim, float* scores, int s_stride) {
+  f32x16 acc[R][C];
+  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
+  for (int d = 0; d < dim; d++) {
+    f32x16 k[C];
+    for (int c = 0; c < C; c++) k[c] = load_kv(tile.k[first + c] + size_t(d) * size_t(tile.k_stride));
+    for (int r = 0; r < R; r++) {
+      f32x16 x = set1(q[r * q_stride + d]);
+      for (int c = 0; c < C; c++) acc[r][c] = fma(x, k[c], acc[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) store(scores + r * s_stride + 16 * (first + c), acc[r][c]);
+}
+
+// C is the widest that keeps R * C sums in registers.
+template <int R, class E>
+PL_INLINE void dot_rows(const float* q, int q_stride, const Tile<E>& tile, int vectors, int dim, float* scores, int s_stride) {
+  constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  int i = 0;
+  for (; i + C <= vectors; i += C) dot_block<R, C>(q, q_stride, tile, i, dim, scores, s_stride);
+  for (; i < vectors; i++) dot_block<R, 1>(q, q_stride, tile, i, dim, scores, s_stride);
+}
+
+// out[r][16 * C columns] += sum over keys [begin, end) of p[r][key] * v[key], key by key.
+template <int R, int C, class E>
+PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end, int col, float* out, int o_stride) {
+  f32x16 acc[R][C];
+  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) acc[r][c] = load(out + r * o_stride + col + 16 * c);
+  for (int key = begin; key < end; key++) {
+    const E* v = tile.v[key / 16] + size_t(key % 16) * size_t(tile.v_stride) + col;
+    f32x16 x[C];
+    for (int c = 0; c < C; c++) x[c] = load_kv(v + 16 * c);
+    for (int r = 0; r < R; r++) {
+      f32x16 weight = set1(p[r * kTile + key]);
+      for (int c = 0; c < C; c++) acc[r][c] = fma(weight, x[c], acc[r][c]);
+    }
+  }
+  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) store(out + r * o_stride + col + 16 * c, acc[r][c]);
+}
+
+template <int R, class E>
+PL_INLINE void mix_rows(const float* p, const Tile<E>& tile, int begin, int end, int cols, float* out, int o_stride) {
+  constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  if (begin >= end) return;
+  int col = 0;
+  for (; col + 16 * C <= cols; col += 16 * C) mix_block<R, C>(p, tile, begin, end, col, out, o_stride);
+  for (; col < cols; col += 16) mix_block<R, 1>(p, tile, begin, end, col, out, o_stride);
+}
+
+// Points the tile at keys [first, first + keys) of the sequence, where they lie in the cache.
+template <class E>
+void point_tile(const Item& it, int first, int keys, Tile<E>& tile) {
+  const KVLayout& kv = it.step.kv;
+  const int32_t* table = it.step.tables + size_t(it.at.seq) * size_t(it.step.max_blocks);
+  const E* k = reinterpret_cast<const E*>(kv.k + size_t(it.op.layer) * kv.layer_bytes);
+  const E* v = reinterpret_cast<const E*>(kv.v + size_t(it.op.layer) * kv.layer_bytes);
+  for (int i = 0; i * 16 < keys; i++) {
+    int key = first + 16 * i, offset = key % kv.block_size;
+    size_t block = size_t(table[key / kv.block_size]) * size_t(kv.kv_heads) + size_t(it.at.kv_head);
+    size_t base = block * size_t(kv.block_size) * size_t(it.dim);
+    tile.k[i] = k + base + offset;
+    tile.v[i] = v + base + size_t(offset) * size_t(it.dim);
+  }
+  tile.k_stride = kv.block_size;
+  tile.v_stride = it.dim;
+}
+
+// Unpacks a tile of at most kTile keys to float scratch.
+template <class E>
+void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to) {
+  to.k_stride = kTile;
+  to.v_stride = it.dim_padded;
+  for (int i = 0; i * 16 < keys; i++) {
+    float *k = it.s.k + 16 * i, *v = it.s.v + size_t(16 * i) * size_t(it.dim_padded);
+    for (int d = 0; d < it.dim; d++) store(k + d * kTile, load_kv(from.k[i] + size_t(d) * size_t(from.k_stride)));
+    for (int key = 0; key < min_int(16, keys - 16 * i); key++) {
+      for (int d = 0; d < it.dim; d += 16) store(v + key * it.dim_padded + d, load_kv(from.v[i] + key * it.dim + d));
+    }
+    to.k[i] = k;
+    to.v[i] = v;
+  }
+}
+
+// Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far.
+// The row sees keys [begin, end) of the tile; the others get exactly 0.
+__attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
+  Row& state = it.s.rows[row];
+  float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
+  for (int i = begin / 16 * 16; i < end; i += 16) {
+    f32x16 s = mul(load(p + i), factor);
+    store(p + i, it.op.softcap > 0 ? mul(tanh(div(s, cap)), cap) : s);
+  }
+  for (int i = 0; i < begin; i++) p[i] = kMinusInf;
+  for (int i = end; i < kTile; i++) p[i] = kMinusInf;
+  f32x16 top = max(max(load(p), load(p + 16)), max(load(p + 32), load(p + 48)));
+  float tile_max = reduce_max(top), new_max = tile_max > state.max ? tile_max : state.max;
+  f32x16 x[4];
+  for (int i = 0; i < 4; i++) {
+    x[i] = exp(sub(load(p + 16 * i), set1(new_max)));
+    store(p + 16 * i, x[i]);
+  }
+  float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));
+  if (new_max == state.max) {
+    state.sum += tile_sum;
+    return;
+  }
+  f32x16 shrink = exp(set1(state.max - new_max));
+  float first[16];
+  store(first, shrink);
+  state.sum = __builtin_fmaf(state.sum, first[0], tile_sum);
+  state.max = new_max;
+  for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
+}
+
+// One row's share of a tile that its neighbours do not see.
+template <class E>
+__attribute__((noinline)) void mix_row(const Item& it, const Tile<E>& tile, int row, int begin, int end) {
+  float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  mix_rows<1>(it.s.p + row * kTile, tile, begin, end, it.dim, out, it.dim_padded);
+}
+
+// Scores, softmax and output of R neighbouring rows over the tile of keys [first, first + kTile).
+template <int R, class E>
+void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
+  const Row* rows = it.s.rows + row;
+  int begin[R], end[R], all_begin = 0, all_end = kTile, any_end = 0;
+  for (int r = 0; r < R; r++) {
+    begin[r] = max_int(rows[r].begin - first, 0);
+    end[r] = min_int(rows[r].end - first, kTile);
+    all_begin = max_int(all_begin, begin[r]);
+    all_end = min_int(all_end, end[r]);
+    if (end[r] > begin[r]) any_end = max_int(any_end, end[r]);
+  }
+  if (any_end == 0) return;
+  const float* q = it.s.q + size_t(row) * size_t(it.dim_padded);
+  float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  dot_rows<R>(q, it.dim_padded, tile, (any_end + 15) / 16, it.dim, p, kTile);
+  for (int r = 0; r < R; r++) if (end[r] > begin[r]) softmax_tile(it, row + r, begin[r], end[r]);
+  if (all_begin >= all_end) all_begin = all_end = kTile;
+  for (int r = 0; r < R; r++) mix_row(it, tile, row + r, begin[r], min_int(end[r], all_begin));
+  mix_rows<R>(p, tile, all_begin, all_end, it.dim, out, it.dim_padded);
+  for (int r = 0; r < R; r++) mix_row(it, tile, row + r, max_int(begin[r], all_end), end[r]);
+}
+
+template <class E>
+void attend_tile(const Item& it, const Tile<E>& tile, int first) {
+  int row = 0;
+  for (; row + 6 <= it.num_rows; row += 6) attend_block<6>(it, tile, row, first);
+  for (; row + 4 <= it.num_rows; row += 4) attend_block<4>(it, tile, row, first);
+  for (; row + 3 <= it.num_rows; row += 3) attend_block<3>(it, tile, row, first);
+  for (; row + 2 <= it.num_rows; row += 2) attend_block<2>(it, tile, row, first);
+  for (; row < it.num_rows; row++) attend_block<1>(it, tile, row, first);
+}
+
+// The tail of a draft tree: keys from `first` on, of which a row sees the committed ones and its own ancestors. Its
+// logical tiles are gathered out of the physical keys.
+template <class E>
+void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, int keys) {
+  const Row& state = it.s.rows[row];
+  const float* q = it.s.q + size_t(row) * size_t(it.dim_padded);
+  float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  float *p = it.s.p + row * kTile, *raw = it.s.raw;
+  dot_rows<1>(q, it.dim_padded, tile, (keys + 15) / 16, it.dim, raw, 2 * kTile);
+  int committed = it.step.seqs[it.at.seq].ctx_len - first, physical[2 * kTile], count = 0;
+  for (int key = 0; key < committed; key++) physical[count++] = key;
+  for (uint64_t rest = state.tree; rest; rest &= rest - 1) physical[count++] = committed + __builtin_ctzll(rest);
+  for (int tile_begin = 0; tile_begin < count; tile_begin += kTile) {
+    int begin = max_int(state.begin - first - tile_begin, 0), end = min_int(count - tile_begin, kTile);
+    if (begin >= end) continue;
+    for (int i = 0; i < kTile; i++) p[i] = i < end ? raw[physical[tile_begin + i]] : 0.0f;
+    softmax_tile(it, row, begin, end);
+    for (int i = begin; i < end; i++) {
+      int key = physical[tile_begin + i];
+      const E* v = tile.v[key / 16] + size_t(key % 16) * size_t(tile.v_stride);
+      f32x16 weight = set1(p[i]);
+      for (int d = 0; d < it.dim; d += 16) store(out + d, fma(weight, load_kv(v + d), load(out + d)));
+    }
+  }
+}
+
+// Packs the item's queries and says which keys each row sees.
+bool begin_rows(const Item& it, int& first_key, int& end_key) {
+  const Seq& seq = it.step.seqs[it.at.seq];
+  bool is_tree = false;
+  first_key = seq.ctx_len + seq.num_rows;
+  end_key = 0;
+  for (int i = 0; i < it.num_rows; i++) {
+    int row = it.at.row_begin + i / it.group, own = row - seq.first_row;
+    uint64_t mask = it.step.tree ? it.step.tree[row] : 0;
+    is_tree = is_tree || mask;
+    if (mask == 0 && own < 64) mask = (uint64_t(2) << own) - 1;  // causal
+    int end = seq.ctx_len + (mask ? __builtin_popcountll(mask) : own + 1);
+    int begin = it.op.window > 0 ? max_int(0, end - it.op.window) : 0;
+    it.s.rows[i] = {begin, end, kMinusInf, 0.0f, mask};
+    first_key = min_int(first_key, begin);
+    end_key = max_int(end_key, end);
+    int head = it.at.kv_head * it.group + i % it.group;
+    float *q = it.s.q + size_t(i) * size_t(it.dim_padded), *out = it.s.out + size_t(i) * size_t(it.dim_padded);
+    std::memcpy(q, f32_row(it.op.in[0], row) + head * it.dim, size_t(it.dim) * 4);
+    for (int d = 0; d < it.dim_padded; d += 16) store(out + d, set1(0.0f));
+  }
+  return is_tree;
+}
+
+void finish_rows(const Item& it) {
+  for (int i = 0; i < it.num_rows; i++) {
+    float* out = it.s.out + size_t(i) * size_t(it.dim_padded);
+    f32x16 inverse = set1(1.0f / it.s.rows[i].sum);
+    for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), inverse));
+    int head = it.at.kv_head * it.group + i % it.group;
+    store_part(it.op.out, it.at.row_begin + i / it.group, head * it.dim, it.dim, out);
+  }
+}
+
+template <class E>
+void attend_item(const Item& it) {
+  int first_key, end_key;
+  bool is_tree = begin_rows(it, first_key, end_key);
+  const Seq& seq = it.step.seqs[it.at.seq];
+  int shared_end = is_tree ? seq.ctx_len / kTile * kTile : end_key;  // where rows see the same keys in the same places
+  Tile<E> tile;
+  Tile<float> unpacked;
+  for (int first = first_key / kTile * kTile; first < shared_end; first += kTile) {
+    int keys = min_int(kTile, shared_end - first);
+    point_tile(it, first, keys, tile);
+    if (sizeof(E) == 4 || it.num_rows <= kDirectRows) {
+      attend_tile(it, tile, first);
+    } else {
+      unpack_tile(it, tile, keys, unpacked);
+      attend_tile(it, unpacked, first);
+    }
+  }
+  if (is_tree) {
+    int keys = seq.ctx_len + seq.num_rows - shared_end;
+    point_tile(it, shared_end, keys, tile);
+    for (int i = 0; i < it.num_rows; i++) attend_tree_row(it, tile, i, shared_end, keys);
+  }
+  finish_rows(it);
+}
+
+// Lays the scratch of one thread out from `base` (null: only its size is wanted); returns its bytes.
+size_t lay_out(uint8_t* base, size_t rows, size_t dim, Scratch& s) {
+  size_t padded = (dim + 15) / 16 * 16, used = 0;
+  auto take = [&](size_t floats) {
+    float* p = base ? reinterpret_cast<float*>(base + used) : nullptr;
+    used += (floats * 4 + 63) / 64 * 64;
+    return p;
+  };
+  s.q = take(rows * padded);
+  s.out = take(rows * padded);
+  s.p = take(rows * kTile);
+  s.raw = take(2 * kTile);
+  s.k = take(dim * kTile);
+  s.v = take(padded * kTile);
+  s.rows = reinterpret_cast<Row*>(take(rows * sizeof(Row) / 4));
+  return used;
+}
+
+}  // namespace
+
+size_t attend_scratch(const Op& op) {
+  Scratch s;
+  int group = op.heads / op.kv_heads;
+  size_t rows = size_t(attend_row_tile(group)) * size_t(group);
+  return lay_out(nullptr, rows, size_t(op.head_dim), s);
+}
+
+void attend(const Op& op, const Step& step, Work& work) {
+  int group = op.heads / op.kv_heads, dim = op.head_dim;
+  Scratch s;
+  lay_out(step.scratch[work.thread], size_t(attend_row_tile(group)) * size_t(group), size_t(dim), s);
+  for (int i; (i = work.next(work, 1)) < step.num_items;) {
+    const AttendItem& at = step.items[i];
+    Item it{op, step, at, s, (at.row_end - at.row_begin) * group, dim, (dim + 15) / 16 * 16, group};
+    switch (step.kv.dtype) {
+      case Format::f16: attend_item<F16>(it); break;
+      case Format::bf16: attend_item<BF16>(it); break;
+      default: attend_item<float>(it);
+    }
+  }
+}
+
+}  // namespace paceline::PL_ISA

@@ -1,0 +1,177 @@
+// linear: out = x @ W.T + bias + residual over one to three weights. An item of work is one panel times one block of rows
+// that fits the cache; few rows read the packed weight once, many unpack each panel to scratch first.
+#include "kernels/linear_tile.h"
+
+namespace paceline::PL_ISA {
+namespace {
+
+constexpr size_t kRowBlockBytes = 224 << 10;  // of activations: they stay in the L2 beside an unpacked panel
+
+constexpr int kNumSizes = kTileRows >= 8 ? 4 : kTileRows >= 4 ? 3 : 1;  // tiles of 1, 2, 4, 8 rows
+struct Tiles {
+  Tile size[kNumSizes];  // [i] takes 2^i rows
+};
+
+template <class Source> constexpr Tiles quant_tiles() {
+  if constexpr (kNumSizes == 4) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>, quant_tile<Source, 8>}};
+  else if constexpr (kNumSizes == 3) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>}};
+  else return {{quant_tile<Source, 1>}};
+}
+template <Format f> constexpr Tiles float_tiles() {
+  if constexpr (kNumSizes == 4) return {{float_tile<f, 1>, float_tile<f, 2>, float_tile<f, 4>, float_tile<f, 8>}};
+  else if constexpr (kNumSizes == 3) return {{float_tile<f, 1>, float_tile<f, 2>, float_tile<f, 4>}};
+  else return {{float_tile<f, 1>}};
+}
+
+struct FormatKernels {
+  Tiles packed, unpacked;
+  void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel always
+  size_t unpacked_group_bytes;
+};
+template <Format f> constexpr FormatKernels quantised() {
+  using S = ShapeOf<f>;
+  return {quant_tiles<Packed<f>>(), quant_tiles<Unpacked<S>>(), unpack_panel<f>, sizeof(UnpackedGroup<S>)};
+}
+template <Format f> constexpr FormatKernels floating() { return {float_tiles<f>(), float_tiles<f>(), nullptr, 0}; }
+
+#if defined(PL_ISA_avx512bf16)
+constexpr bool kRoundsRows = true;
+constexpr FormatKernels bfloat() {
+  constexpr Tiles tiles{{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}};
+  return {tiles, tiles, nullptr, 0};
+}
+#else
+constexpr bool kRoundsRows = false;
+constexpr FormatKernels bfloat() { return floating<Format::bf16>(); }
+#endif
+
+constexpr FormatKernels kFormats[int(Format::count)] = {
+    floating<Format::f32>(),   floating<Format::f16>(),   bfloat(),
+    quantised<Format::q4_0>(), quantised<Format::q4_1>(), quantised<Format::q5_0>(), quantised<Format::q5_1>(),
+    quantised<Format::q8_0>(), quantised<Format::q2_k>(), quantised<Format::q3_k>(), quantised<Format::q4_k>(),
+    quantised<Format::q5_k>(), quantised<Format::q6_k>(), quantised<Format::iq4_nl>(),
+};
+
+constexpr size_t round64(size_t n) { return (n + 63) / 64 * 64; }
+int panels_of(const Weight& w) { return (w.rows + kPanel - 1) / kPanel; }
+
+int row_block(size_t row_bytes) {
+  const int rows = int(kRowBlockBytes / (row_bytes + 1)) / kTileRows * kTileRows;
+  return rows < 4 * kTileRows ? 4 * kTileRows : rows;
+}
+
+bool rounds_rows(const Weight& w) { return kRoundsRows && w.format == Format::bf16; }
+size_t rounded_row_bytes(int k) { return round64((size_t(k) + 15) / 16 * 32); }
+
+// f32 rows to bfloat16 rows in scratch, padded with zeros.
+void round_rows(const uint8_t* x, size_t stride, int rows, int k, uint8_t* out) {
+  for (int t = 0; t < rows; t++) {
+    const float* row = (const float*)(x + t * stride);
+    uint16_t* to = (uint16_t*)(out + t * rounded_row_bytes(k));
+    int i = 0;
+    for (; i + 16 <= k; i += 16) store_bf16(to + i, load(row + i));
+    if (i == k) continue;
+    float tail[16] = {};
+    for (int j = i; j < k; j++) tail[j - i] = row[j];
+    store_bf16(to + i, load(tail));
+  }
+}
+
+void run_tiles(const Tiles& tiles, TileArgs a, int rows) {
+  for (int t = 0; t < rows;) {
+    int size = kNumSizes - 1;
+    while ((1 << size) > rows - t) size--;
+    tiles.size[size](a);
+    const int n = 1 << size;
+    t += n;
+    a.x += n * a.x_stride;
+    a.out += n * a.out_stride;
+    if (a.residual) a.residual += n * a.residual_stride;
+  }
+}
+
+struct Panel {  // one panel of one segment
+  const Segment* segment;
+  int index;
+  int column;     // of its first output in out
+};
+Panel panel_at(const Op& op, int index) {
+  int column = 0, s = 0;
+  for (; index >= panels_of(op.seg[s].weight); s++) {
+    index -= panels_of(op.seg[s].weight);
+    column += op.seg[s].weight.rows;
+  }
+  return {&op.seg[s], index, column + index * kPanel};
+}
+
+// Rows [begin, begin + rows) times one panel.
+void run_panel(const Op& op, const Panel& p, const uint8_t* x, size_t x_stride, int begin, int rows, uint8_t* scratch) {
+  const Weight& w = p.segment->weight;
+  const FormatKernels& kernels = kFormats[int(w.format)];
+  const int left = w.rows - p.index * kPanel;
+  TileArgs a;
+  a.weight = w.data + size_t(p.index) * w.panel_bytes;
+  a.k = w.k;
+  a.x = x;
+  a.x_stride = x_stride;
+  a.out = op.out.data + begin * op.out.stride + size_t(p.column) * sizeof(float);
+  a.out_stride = op.out.stride;
+  a.bias = p.segment->bias ? p.segment->bias + p.index * kPanel : nullptr;
+  a.residual = op.in[1].data ? op.in[1].data + begin * op.in[1].stride + size_t(p.column) * sizeof(float) : nullptr;
+  a.residual_stride = op.in[1].stride;
+  a.lanes = left < kPanel ? left : kPanel;
+  if (rows <= kTileRows || !kernels.unpack) {
+    run_tiles(kernels.packed, a, rows);
+    return;
+  }
+  kernels.unpack(a.weight, w.k / kGroup, scratch);
+  a.weight = scratch;
+  run_tiles(kernels.unpacked, a, rows);
+}
+
+// Panels a thread takes at once: few rows stream, in long runs of memory; many rows want an even end.
+int grain(int items, int rows, int num_threads) {
+  const int shares = num_threads == 1 ? 1 : rows <= kTileRows ? 4 * num_threads : 16 * num_threads;
+  return items / shares > 1 ? items / shares : 1;
+}
+
+}  // namespace
+
+void linear(const Op& op, const Step& step, Work& work) {
+  const Mat& in = op.in[0];
+  const int rows = op.logit_rows ? step.L : step.T, block = row_block(in.stride), blocks = (rows + block - 1) / block;
+  uint8_t* scratch = step.scratch ? step.scratch[work.thread] : nullptr;
+  int panels = 0;
+  for (int s = 0; s < op.num_segments; s++) panels += panels_of(op.seg[s].weight);
+  const int take = grain(panels * blocks, rows, work.num_threads);
+  int rounded = -1;  // the row block that scratch holds as bfloat16
+  for (int i; (i = work.next(work, take)) < panels * blocks;) {
+    const int end = i + take < panels * blocks ? i + take : panels * blocks;
+    for (int item = i; item < end; item++) {
+      const Panel panel = panel_at(op, item % panels);
+      const int begin = item / panels * block, count = rows - begin < block ? rows - begin : block;
+      const uint8_t* x = in.data + begin * in.stride;
+      if (rounds_rows(panel.segment->weight)) {
+        if (rounded != begin) round_rows(x, in.stride, count, in.cols, scratch);
+        rounded = begin;
+        run_panel(op, panel, scratch, rounded_row_bytes(in.cols), begin, count, nullptr);
+      } else {
+        run_panel(op, panel, x, in.stride, begin, count, scratch);
+      }
+    }
+  }
+}
+
+size_t linear_scratch(const Op& op, int max_rows) {
+  size_t bytes = 0;
+  for (int s = 0; s < op.num_segments; s++) {
+    const Weight& w = op.seg[s].weight;
+    const int block = row_block(op.in[0].stride);
+    size_t need = w.k / kGroup * kFormats[int(w.format)].unpacked_group_bytes;
+    if (rounds_rows(w)) need = size_t(max_rows < block ? max_rows : block) * rounded_row_bytes(w.k);
+    bytes = need > bytes ? need : bytes;
+  }
+  return round64(bytes);
+}
+
+}  // namespace paceline::PL_ISA

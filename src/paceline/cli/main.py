@@ -1,0 +1,82 @@
+"""The `paceline` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli import chat, info, pull, run, serve
+from paceline.cli import list as list_command
+from paceline.errors import PacelineError, ParameterError
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+app = typer.Typer(
+    name="paceline",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Paceline runs and serves language models, and shows where every millisecond goes.\n\n"
+        "**Begin with** `paceline run smollm2-135m 'Why is the sky blue?'`"
+    ),
+)
+app.command()(run.run)
+app.command()(chat.chat)
+app.command()(serve.serve)
+app.command()(info.info)
+app.command()(pull.pull)
+app.command(name="list")(list_command.list_models)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options before the command's name."""
+
+
+def set_up_logging() -> None:
+    """Log to stderr from the level that PACELINE_LOG names: debug, info, warning or error."""
+    level = os.environ.get("PACELINE_LOG", "warning").lower()
+    if level not in LOG_LEVELS:
+        raise ParameterError(f"PACELINE_LOG is {level!r}: choose one of {', '.join(LOG_LEVELS)}")
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+
+
+def main() -> None:
+    """Run the command line: exit code 1 is an error of ours, 2 of usage, 130 Ctrl-C."""
+    try:
+        set_up_logging()
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        code = EXIT_INTERRUPTED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        code = EXIT_ERROR
+    except BrokenPipeError:
+        # The reader of our output has left. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_ERROR
+    sys.exit(code)

@@ -1,0 +1,214 @@
+"""Options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from paceline.config import EngineConfig, parse_bytes
+
+ENGINE = "Engine"
+SAMPLING = "Sampling"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A catalogue name (see `paceline list`), a GGUF file, a folder of HF safetensors, "
+        "or a hub id.",
+        show_default=False,
+    ),
+]
+ChatTemplateFile = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        help="A file with a Jinja chat template that replaces the model's own.",
+        rich_help_panel=ENGINE,
+    ),
+]
+
+_DEFAULTS = EngineConfig()
+
+
+def _engine(flag: str, help: str) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel=ENGINE)
+
+
+# parameter of the command -> (annotation, default)
+_ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "num_threads": (
+        Annotated[
+            int | None,
+            _engine("--threads", "Threads of the native core. Default: CPU mask and cgroup quota."),
+        ],
+        None,
+    ),
+    "kv_memory": (
+        Annotated[
+            str | None,
+            _engine("--kv-memory", "Size of the KV cache, as 512M or 2G. Default: half of what "
+                    "is free beside the weights."),
+        ],
+        None,
+    ),
+    "kv_dtype": (
+        Annotated[str, _engine("--kv-dtype", "KV cache format: f16, bf16 or f32.")],
+        _DEFAULTS.kv_dtype,
+    ),
+    "block_size": (
+        Annotated[int, _engine("--block-size", "Tokens in a KV block, a multiple of 16.")],
+        _DEFAULTS.block_size,
+    ),
+    "max_model_len": (
+        Annotated[
+            int | None,
+            _engine("--max-model-len", "Longest prompt plus answer, in tokens. Default: the "
+                    "model's context."),
+        ],
+        None,
+    ),
+    "max_num_seqs": (
+        Annotated[int, _engine("--max-num-seqs", "Sequences that run at once.")],
+        _DEFAULTS.max_num_seqs,
+    ),
+    "max_batched_tokens": (
+        Annotated[int, _engine("--max-batched-tokens", "Tokens in one step, at most.")],
+        _DEFAULTS.max_batched_tokens,
+    ),
+    "policy": (
+        Annotated[
+            str,
+            _engine("--policy", "Who runs first: fcfs, priority, or slo:step_ms=50 (no step "
+                    "longer than that)."),
+        ],
+        _DEFAULTS.policy,
+    ),
+    "seed": (
+        Annotated[int, _engine("--seed", "Base of the seeds of requests that bring none.")],
+        _DEFAULTS.seed,
+    ),
+}  # fmt: skip
+
+
+def _sampling(flag: str, help: str) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel=SAMPLING, show_default=False)
+
+
+_SAMPLING_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "max_tokens": (
+        Annotated[
+            int | None,
+            typer.Option("-n", "--max-tokens", help="Tokens of the answer, at most. Default: up "
+                         "to the context's end.", rich_help_panel=SAMPLING, show_default=False),
+        ],
+        None,
+    ),
+    "temperature": (
+        Annotated[
+            float | None,
+            _sampling("--temperature", "0 is greedy. Default: the model's own, else 0.7."),
+        ],
+        None,
+    ),
+    "top_k": (Annotated[int | None, _sampling("--top-k", "Keep the k likeliest tokens.")], None),
+    "top_p": (
+        Annotated[
+            float | None,
+            _sampling("--top-p", "Keep the likeliest tokens that sum to p. Default: the model's "
+                      "own, else 0.95."),
+        ],
+        None,
+    ),
+    "min_p": (
+        Annotated[
+            float | None,
+            _sampling("--min-p", "Keep tokens at least p times as likely as the likeliest."),
+        ],
+        None,
+    ),
+    "repetition_penalty": (
+        Annotated[
+            float | None,
+            _sampling("--repetition-penalty", "Above 1: tokens seen in prompt or answer become "
+                      "less likely."),
+        ],
+        None,
+    ),
+    "stop": (
+        Annotated[
+            list[str] | None,
+            _sampling("--stop", "A string that ends the answer; may be given several times."),
+        ],
+        None,
+    ),
+    "ignore_eos": (
+        Annotated[bool, _sampling("--ignore-eos", "Go on past the end-of-text token.")],
+        False,
+    ),
+}  # fmt: skip
+
+# What a terminal answer samples with where neither the user nor the model says anything.
+_TERMINAL_DEFAULTS = {"temperature": 0.7, "top_p": 0.95}
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(..., config: EngineConfig)` the engine's options."""
+
+    def build(values: dict[str, Any]) -> EngineConfig:
+        kv_memory = values.pop("kv_memory")
+        return EngineConfig(
+            kv_memory_bytes=None if kv_memory is None else parse_bytes(kv_memory), **values
+        )
+
+    return _expand(command, "config", _ENGINE_OPTIONS, build)
+
+
+def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(..., sampling: dict)` the sampling options: those that the user gave."""
+
+    def build(values: dict[str, Any]) -> dict[str, Any]:
+        if values["stop"] is not None:
+            values["stop"] = tuple(values["stop"])
+        return {name: value for name, value in values.items() if value not in (None, False)}
+
+    return _expand(command, "sampling", _SAMPLING_OPTIONS, build)
+
+
+def with_terminal_defaults(given: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Return `given` over the model's own defaults over those of a terminal answer."""
+    return {**_TERMINAL_DEFAULTS, **model, **given}
+
+
+def _expand(
+    command: Callable[..., None],
+    parameter: str,
+    options: dict[str, tuple[Any, Any]],
+    build: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """Replace `parameter` in the command line by `options`, gathered again by `build`.
+
+    Typer reads a command's options from its signature, so the wrapper is given one.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for name, p in signature.parameters.items() if name != parameter]
+    added = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+        for name, (annotation, default) in options.items()
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        taken = {name: values.pop(name) for name in options}
+        command(**values, **{parameter: build(taken)})
+
+    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
+    wrapper.__dict__["__signature__"] = inspect.Signature(keyword_only + added)
+    wrapper.__annotations__ = {p.name: p.annotation for p in keyword_only + added}
+    del wrapper.__wrapped__
+    return wrapper

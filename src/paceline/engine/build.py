@@ -1,0 +1,219 @@
+"""From a model's name to an engine that is ready to run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.backends.base import KVSpec
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
+from paceline.engine.step import step_limits
+from paceline.errors import ParameterError, TemplateError
+from paceline.models.base import build_plan
+from paceline.weights.checkpoint import Checkpoint, open_checkpoint
+
+if TYPE_CHECKING:
+    from paceline.backends.base import Backend
+    from paceline.text.chat_template import ChatTemplate
+    from paceline.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+_MIN_CACHED_BYTES = 16 * 2**20  # smaller models are packed faster than a cache file is opened
+_SPLIT_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run, and what was decided on the way. `config` has no None left."""
+
+    name: str
+    path: Path
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    engine: Engine
+    config: EngineConfig
+    isa: str
+    threads_reason: str
+    weight_bytes: int
+    kv: KVSize
+    load_s: float
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        """Sampling parameters that the model's own files recommend."""
+        generation = self.checkpoint.generation
+        names = ("temperature", "top_k", "top_p", "repetition_penalty")
+        given = {name: getattr(generation, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a plain prompt, with the begin token where the model wants it."""
+        return self.tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's turn."""
+        if self.template is None:
+            raise TemplateError(
+                f"{self.name} has no chat template: use plain completions "
+                "(paceline run --raw, /v1/completions) or give one with --chat-template",
+                param="messages",
+            )
+        return self.template.encode(list(messages), self.tokenizer)
+
+
+def load_model(
+    model: str,
+    config: EngineConfig,
+    *,
+    chat_template: str | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load `model` (catalogue name, GGUF file, folder or hub id; pulled if need be).
+
+    `chat_template` is a Jinja source that replaces the model's own. The tokenizer is built in a
+    second thread while the weights are mapped and packed.
+    """
+    from paceline.catalog import resolve
+
+    start = time.monotonic()
+    path = resolve(model, progress=progress)
+    checkpoint = open_checkpoint(path)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        text = pool.submit(_build_text, checkpoint, chat_template)
+        weight_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        kv = size_kv(
+            checkpoint.config,
+            config,
+            weight_bytes=weight_bytes,
+            available_bytes=available_memory(),
+        )
+        backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
+        tokenizer, template = text.result()
+    engine = Engine(
+        backend=backend,
+        tokenizer=tokenizer,
+        config=resolved,
+        max_model_len=kv.max_model_len,
+        num_blocks=kv.num_blocks,
+        vocab_size=checkpoint.config.vocab_size,
+        eos_ids=checkpoint.generation.eos_ids,
+    )
+    loaded = LoadedModel(
+        name=display_name(model),
+        path=path,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        template=template,
+        engine=engine,
+        config=resolved,
+        isa=str(getattr(backend, "isa", config.backend)),
+        threads_reason=str(getattr(backend, "num_threads_reason", "it has one")),
+        weight_bytes=weight_bytes,
+        kv=kv,
+        load_s=time.monotonic() - start,
+    )
+    logger.info(describe(loaded))
+    return loaded
+
+
+def display_name(model: str) -> str:
+    """Return the name a model is served under: a file's stem, a folder's name, else `model`."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    return path.stem if path.is_file() else path.resolve().name
+
+
+def describe(loaded: LoadedModel) -> str:
+    """Return one line: instruction set, threads and why, KV size."""
+    config, kv = loaded.config, loaded.kv
+    return (
+        f"{loaded.name}: loaded in {loaded.load_s:.2f} s, weights "
+        f"{format_bytes(loaded.weight_bytes)}, ISA {loaded.isa}, "
+        f"{config.num_threads} threads ({loaded.threads_reason}), KV cache "
+        f"{format_bytes(kv.num_bytes)} {config.kv_dtype} = {kv.num_blocks} blocks of "
+        f"{config.block_size} tokens, context {kv.max_model_len}"
+    )
+
+
+def _build_text(
+    checkpoint: Checkpoint, chat_template: str | None
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    from paceline.text.chat_template import ChatTemplate
+    from paceline.text.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(checkpoint.tokenizer)
+    source = chat_template or checkpoint.chat_templates.get("default")
+    if source is None:
+        return tokenizer, None
+    return tokenizer, ChatTemplate(source)
+
+
+def _load_backend(
+    checkpoint: Checkpoint, config: EngineConfig, kv: KVSize, weight_bytes: int
+) -> tuple[Backend, EngineConfig]:
+    """Return the loaded backend, and the config with every choice made."""
+    backend, num_threads = _new_backend(checkpoint.path, config, weight_bytes)
+    resolved = dataclasses.replace(
+        config,
+        max_model_len=kv.max_model_len,
+        kv_memory_bytes=kv.num_bytes,
+        num_threads=num_threads,
+    )
+    backend.load(
+        build_plan(checkpoint.config),
+        checkpoint.tensors,
+        kv=KVSpec(num_blocks=kv.num_blocks, block_size=config.block_size, dtype=config.kv_dtype),
+        limits=step_limits(resolved, kv.max_model_len, kv.num_blocks),
+    )
+    return backend, resolved
+
+
+def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
+    """Return the backend that the config names, unloaded, and its number of threads."""
+    if config.backend == "native":
+        from paceline.backends.native import NativeBackend
+        from paceline.weights.repack import source_fingerprint
+
+        cache_path, fingerprint = None, ""
+        if weight_bytes >= _MIN_CACHED_BYTES:
+            cache_path = packed_cache_path(path)
+            fingerprint = source_fingerprint(source_files(path))
+        native = NativeBackend(
+            num_threads=config.num_threads, cache_path=cache_path, fingerprint=fingerprint
+        )
+        return native, native.num_threads
+    if config.backend == "reference":
+        from paceline.backends.reference import ReferenceBackend
+
+        return ReferenceBackend(), 1
+    raise ParameterError(
+        f"backend is {config.backend!r}: choose native or reference", param="backend"
+    )
+
+
+def packed_cache_path(path: Path) -> Path:
+    """Return where the packed weights of the model at `path` are kept: beside it."""
+    return path / "paceline.packed" if path.is_dir() else path.with_name(f"{path.name}.packed")
+
+
+def source_files(path: Path) -> list[Path]:
+    """Return all weight files of the model: a folder's, or every part of a split GGUF."""
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    part = _SPLIT_PART.search(path.name)
+    if part is None:
+        return [path]
+    return sorted(path.parent.glob(f"{path.name[: part.start()]}-*-of-{part[1]}.gguf"))

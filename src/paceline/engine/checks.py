@@ -1,0 +1,44 @@
+"""What a request must satisfy before the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.errors import ParameterError, PromptTooLongError
+from paceline.types import Request
+
+
+def check_ids(ids: Iterable[int], *, param: str, num_ids: int) -> None:
+    """Raise ParameterError naming the first id that is not in [0, num_ids)."""
+    for token_id in ids:
+        if not 0 <= token_id < num_ids:
+            raise ParameterError(
+                f"{param} holds the token id {token_id}: this model's ids are 0 to {num_ids - 1}",
+                param=param,
+            )
+
+
+def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) -> None:
+    """Raise unless prompt and one token more fit the context and the KV pool.
+
+    A longer answer than fits is no error: it ends with finish_reason "length".
+    """
+    num_prompt = len(request.prompt_token_ids)
+    max_tokens = request.params.max_tokens
+    asked = "any number of" if max_tokens is None else str(max_tokens)
+    if num_prompt == 0:
+        raise ParameterError("the prompt is empty: give at least one token", param="prompt")
+    if num_prompt >= max_model_len:
+        raise PromptTooLongError(
+            f"the context is {max_model_len} tokens; the prompt has {num_prompt} and {asked} "
+            f"more are requested: shorten the prompt to {max_model_len - 1} or raise "
+            f"--max-model-len",
+            param="prompt",
+        )
+    if num_prompt >= num_pool_tokens:
+        raise PromptTooLongError(
+            f"the KV pool holds {num_pool_tokens} tokens; the prompt has {num_prompt} and {asked} "
+            f"more are requested (the context is {max_model_len}): shorten the prompt to "
+            f"{num_pool_tokens - 1} or raise --kv-memory",
+            param="prompt",
+        )

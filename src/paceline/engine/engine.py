@@ -1,0 +1,457 @@
+"""Engine: the step loop. Requests go in by `submit`, deltas come out through their sinks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.backends.base import Backend
+from paceline.config import EngineConfig
+from paceline.engine.block_pool import BlockPool, EngineIntegrityError
+from paceline.engine.checks import check_ids, check_length
+from paceline.engine.sampler import (
+    Sampler,
+    choice_seed,
+    describe_failure,
+    mix,
+    token_logprob,
+)
+from paceline.engine.scheduler import Schedule, Scheduler
+from paceline.engine.sequence import Sequence, State, StreamDecoder
+from paceline.engine.step import StepBuilder, step_limits
+from paceline.errors import PacelineError, ParameterError
+from paceline.policies.base import load_policy
+from paceline.text.stream_decoder import StopMatcher
+from paceline.types import Delta, FinishReason, Request, TokenLogprob
+
+log = logging.getLogger(__name__)
+Sink = Callable[[Delta], None]
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special: bool = ...) -> list[int]: ...
+
+    def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """State of the engine between two steps; the last three only ever grow."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_live_blocks: int
+    num_cached_blocks: int
+    num_blocks: int
+    num_preemptions: int
+    num_steps: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one step did, and where its time went."""
+
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_prefill_tokens: int = 0
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has unfinished choices."""
+
+    request: Request
+    sink: Sink
+    sequences: list[Sequence]
+
+
+class Engine:
+    """Runs requests on a loaded backend.
+
+    `submit`, `abort` and `stats` may be called from any thread. Everything else happens on one
+    thread: the engine's own between `start` and `stop`, or the caller of `step`. An exception in
+    a step fails the sequences of that step only.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        max_model_len: int,
+        num_blocks: int,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.last_step = StepStats()
+        self.max_model_len = max_model_len
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._config = config
+        self._clock = clock
+        self._num_pool_tokens = num_blocks * config.block_size
+        self._vocab_size = min(vocab_size, tokenizer.vocab_size)
+        self._num_model_ids = vocab_size
+        self._eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
+        self._pool = BlockPool(num_blocks)
+        self._scheduler = Scheduler(
+            policy=load_policy(config.policy),
+            pool=self._pool,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_tokens=config.max_batched_tokens,
+        )
+        limits = step_limits(config, max_model_len, num_blocks)
+        self._builder = StepBuilder(limits, config.block_size)
+        self._sampler = Sampler(self._vocab_size, sorted(self._eos_ids), tokenizer)
+        self._live: dict[str, _Live] = {}
+        self._num_steps = self._num_generated = 0
+        self._wakeup = threading.Condition()  # guards all below
+        self._num_requests = self._num_sequences = 0
+        self._inbox: list[_Live | str] = []  # submissions, and ids to abort
+        self._ids: set[str] = set()
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise ParameterError or PromptTooLongError if the engine cannot run `request`."""
+        params = request.params
+        check_length(
+            request, max_model_len=self.max_model_len, num_pool_tokens=self._num_pool_tokens
+        )
+        check_ids(request.prompt_token_ids, param="prompt", num_ids=self._num_model_ids)
+        check_ids(params.logit_bias, param="logit_bias", num_ids=self._vocab_size)
+        check_ids(params.stop_token_ids, param="stop_token_ids", num_ids=self._vocab_size)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue `request`; `sink` gets its deltas on the engine's thread.
+
+        Raises what `check` raises. A sink that raises ends its request.
+        """
+        self.check(request)
+        with self._wakeup:
+            if self._is_stopping:
+                raise PacelineError("the engine has stopped: start another one")
+            if request.id in self._ids:
+                raise ParameterError(
+                    f"a request with id {request.id!r} is running: choose another id", param="id"
+                )
+            self._ids.add(request.id)
+            self._num_requests += 1
+            request_number, first_number = self._num_requests, self._num_sequences
+            self._num_sequences += request.params.n
+        try:
+            sequences = self._sequences(request, request_number, first_number)
+        except BaseException:
+            self._ids.discard(request.id)
+            raise
+        with self._wakeup:
+            self._inbox.append(_Live(request, sink, sequences))
+            self._wakeup.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End all choices of a request before the next step; unknown and ended ids are ignored."""
+        with self._wakeup:
+            self._inbox.append(request_id)
+            self._wakeup.notify()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting) + len(self._inbox),
+            num_free_blocks=self._pool.num_free,
+            num_live_blocks=self._pool.num_live,
+            num_cached_blocks=self._pool.num_cached,
+            num_blocks=self._pool.num_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_generated_tokens=self._num_generated,
+        )
+
+    def start(self) -> None:
+        """Run the step loop on a thread of its own until `stop`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+            self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Abort what is unfinished and end the thread; a running step is waited for. Idempotent."""
+        with self._wakeup:
+            self._is_stopping = True
+            self._wakeup.notify()
+        if self._thread is None:
+            self._abort_all()
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the engine's step did not end within %.1f s", timeout_s)
+
+    # -- the engine's thread ---------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one step; return False if there was nothing to run."""
+        if self._inbox:
+            self._read_inbox()
+        start_ns = self._clock()
+        schedule = self._scheduler.schedule(start_ns)
+        if not schedule.chunks:
+            return False
+        try:
+            self._run(schedule, start_ns)
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(schedule.chunks))
+            for seq, _ in schedule.chunks:
+                self._fail(seq, f"the engine failed in this request's step: {error}")
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise EngineIntegrityError unless the books close. Call it between two steps."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        self._pool.check_integrity(seq.block_table for seq in running)
+        for seq in running:
+            num_blocks = len(seq.block_table)
+            if (
+                seq.state is not State.RUNNING
+                or num_blocks * self._config.block_size < seq.num_computed
+            ):
+                raise EngineIntegrityError(f"running sequence {seq.number} lacks state or blocks")
+        for seq in waiting:
+            if seq.state is not State.WAITING or seq.block_table or seq.num_computed:
+                raise EngineIntegrityError(f"waiting sequence {seq.number} holds blocks")
+        known = [seq for live in self._live.values() for seq in live.sequences]
+        queued = [child for seq in (*running, *waiting) for child in (seq, *seq.siblings)]
+        if {id(seq) for seq in known} != {id(seq) for seq in queued} or len(known) != len(queued):
+            raise EngineIntegrityError(
+                f"{len(known)} unfinished sequences, but {len(queued)} are running or waiting"
+            )
+        if len(running) > self._config.max_num_seqs:
+            raise EngineIntegrityError(f"{len(running)} sequences run at once")
+
+    def _loop(self) -> None:
+        while True:
+            with self._wakeup:
+                while not (self._inbox or self._scheduler.has_work or self._is_stopping):
+                    self._wakeup.wait()
+                if self._is_stopping:
+                    break
+            try:
+                self.step()
+            except Exception as error:
+                log.exception("the engine failed between steps")
+                self._fail_all(f"the engine failed: {error}")
+        self._abort_all()
+
+    def _read_inbox(self) -> None:
+        with self._wakeup:
+            inbox, self._inbox = self._inbox, []
+        for item in inbox:
+            if isinstance(item, str):
+                self._abort(item)
+                continue
+            self._live[item.request.id] = item
+            self._scheduler.add(item.sequences[0])
+
+    def _run(self, schedule: Schedule, start_ns: int) -> None:
+        clock = self._clock
+        scheduled_ns = clock()
+        if schedule.copy_src:
+            self._backend.copy_blocks(schedule.copy_src, schedule.copy_dst)
+        step, seqs = self._builder.build(schedule.chunks)
+        built_ns = clock()
+        logits = self._backend.forward(step).logits
+        forward_ns = clock()
+        rows = list(range(len(seqs)))
+        for seq, n in schedule.chunks:
+            seq.num_computed += n
+        if any(seq.siblings for seq in seqs):
+            seqs, rows = self._fork(seqs)
+        ids, details = self._sampler.sample(logits, rows, [seq.sampler for seq in seqs])
+        sampled_ns = clock()
+        self._commit(seqs, ids, details, sampled_ns)
+        self._num_steps += 1
+        self._scheduler.policy.observe(schedule.num_tokens, (forward_ns - built_ns) / 1e9)
+        self.last_step = StepStats(
+            num_tokens=schedule.num_tokens,
+            num_seqs=len(schedule.chunks),
+            num_prefill_tokens=schedule.num_prefill_tokens,
+            schedule_s=(scheduled_ns - start_ns) / 1e9,
+            build_s=(built_ns - scheduled_ns) / 1e9,
+            forward_s=(forward_ns - built_ns) / 1e9,
+            sample_s=(sampled_ns - forward_ns) / 1e9,
+            commit_s=(clock() - sampled_ns) / 1e9,
+        )
+
+    def _fork(self, seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Return the sequences that sample in this step and their logit rows.
+
+        The first token of every choice of a request comes from the row of its first choice.
+        """
+        forked: list[Sequence] = []
+        rows: list[int] = []
+        for row, seq in enumerate(seqs):
+            siblings, seq.siblings = seq.siblings, []
+            for child in siblings:
+                self._scheduler.fork(seq, child)
+            forked += (seq, *siblings)
+            rows += [row] * (1 + len(siblings))
+        return forked, rows
+
+    def _commit(
+        self,
+        seqs: list[Sequence],
+        ids: list[int],
+        details: list[tuple[float, int, list[tuple[int, float]]] | None],
+        now_ns: int,
+    ) -> None:
+        for seq, token_id, detail in zip(seqs, ids, details, strict=True):
+            if seq.state is State.FINISHED:  # its sink failed on another choice
+                continue
+            if token_id < 0:
+                log.error("request %s: %s", seq.request.id, describe_failure(token_id))
+                self._fail(seq, describe_failure(token_id))
+                continue
+            try:
+                text = seq.append_token(token_id, now_ns)
+            except Exception as error:
+                log.exception("request %s: its text failed", seq.request.id)
+                self._fail(seq, f"the text of token {token_id} failed: {error}")
+                continue
+            self._num_generated += 1
+            logprobs = () if detail is None else (token_logprob(token_id, detail),)
+            if seq.finish_reason is None:
+                live = self._live[seq.request.id]
+                delta = Delta(
+                    request_id=seq.request.id,
+                    index=seq.index,
+                    text=text,
+                    token_ids=(token_id,),
+                    logprobs=logprobs,
+                )
+                self._send(live, delta)
+            else:
+                self._end(seq, text=text, token_ids=(token_id,), logprobs=logprobs)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        seq: Sequence,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: str | None = None,
+    ) -> None:
+        """Free what a choice holds, then tell its sink. Precondition: `finish_reason` is set."""
+        live = self._live[seq.request.id]
+        self._scheduler.remove(seq)
+        live.sequences.remove(seq)
+        if not live.sequences:
+            self._forget(live)
+        delta = Delta(
+            request_id=seq.request.id,
+            index=seq.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            error=error,
+            usage=seq.usage(),
+            timings=seq.timings(self._clock()),
+        )
+        self._send(live, delta)
+
+    def _send(self, live: _Live, delta: Delta) -> None:
+        try:
+            live.sink(delta)
+        except Exception:
+            log.exception("request %s: its sink failed, the request ends", live.request.id)
+            for seq in live.sequences:
+                self._scheduler.remove(seq)
+            live.sequences.clear()
+            self._forget(live)
+
+    def _forget(self, live: _Live) -> None:
+        if self._live.pop(live.request.id, None) is not None:
+            with self._wakeup:
+                self._ids.discard(live.request.id)
+
+    def _fail(self, seq: Sequence, message: str) -> None:
+        """End a sequence, and the siblings that wait for it, with an error."""
+        self._finish((seq, *seq.siblings), "error", message)
+
+    def _abort(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None:
+            self._finish(tuple(live.sequences), "abort")
+
+    def _finish(
+        self, seqs: tuple[Sequence, ...], reason: FinishReason, message: str | None = None
+    ) -> None:
+        for seq in seqs:
+            if seq.state is not State.FINISHED:
+                seq.finish_reason, seq.stop_reason = reason, None
+                self._end(seq, error=message)
+
+    def _fail_all(self, message: str) -> None:
+        for live in list(self._live.values()):
+            self._finish(tuple(live.sequences), "error", message)
+
+    def _abort_all(self) -> None:
+        self._read_inbox()
+        for request_id in list(self._live):
+            self._abort(request_id)
+
+    def _sequences(self, request: Request, request_number: int, number: int) -> list[Sequence]:
+        """Return the choices of a request; the first computes the prompt for its siblings.
+
+        A request without a seed gets one from the engine's seed and the count of requests so far.
+        """
+        params, num_prompt = request.params, len(request.prompt_token_ids)
+        seed = mix(self._config.seed, request_number) if params.seed is None else params.seed
+        max_len = min(self.max_model_len, self._num_pool_tokens)
+        if params.max_tokens is not None:
+            max_len = min(max_len, num_prompt + params.max_tokens)
+        arrival_ns = request.arrival_ns or self._clock()
+        choices = [
+            Sequence(
+                request=request,
+                index=index,
+                number=number + index,
+                token_ids=list(request.prompt_token_ids),
+                max_len=max_len,
+                sampler=self._sampler.state(
+                    params, choice_seed(seed, index), request.prompt_token_ids
+                ),
+                decoder=self._tokenizer.stream_decoder(params.skip_special_tokens),
+                matcher=StopMatcher(params.stop, params.include_stop_str_in_output)
+                if params.stop
+                else None,
+                eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
+                arrival_ns=arrival_ns,
+            )
+            for index in range(params.n)
+        ]
+        choices[0].siblings = choices[1:]
+        return choices

@@ -1,0 +1,112 @@
+"""Seeds, sampler states and the batched native sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import paceline._native as native
+from paceline.backends.base import F32
+from paceline.types import SamplingParams, TokenLogprob
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class SamplerState(Protocol):
+    """What a sequence's next draw depends on besides its logits."""
+
+    def commit(self, token_id: int, /) -> None: ...
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that the sampler needs."""
+
+    def encode(self, text: str, add_special: bool = ...) -> list[int]: ...
+
+
+def mix(seed: int, number: int) -> int:
+    """Return a seed in [-2**63, 2**63) that is unrelated to those of other numbers (SplitMix64)."""
+    z = (seed + number * _GOLDEN) & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    z ^= z >> 31
+    return z - 2**64 if z >= 2**63 else z
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of choice `index` of a request: choice 0 draws as a request with n=1 does.
+
+    A request with `n=1, seed=choice_seed(s, i)` gives the same text as choice i of `seed=s`.
+    """
+    return seed if index == 0 else mix(seed, index)
+
+
+class Sampler:
+    """Chooses the next token of each sequence; a row's choice never depends on the other rows.
+
+    Ids from `vocab_size` on are padding of the model's head and are never chosen.
+    """
+
+    def __init__(self, vocab_size: int, end_ids: Seq[int], encoder: Encoder) -> None:
+        self._native = native.Sampler(vocab_size)
+        self._end_ids = tuple(end_ids)
+        self._encoder = encoder
+
+    def state(self, params: SamplingParams, seed: int, prompt: Seq[int]) -> SamplerState:
+        """Return the state of a sequence that has no output yet.
+
+        A bad word is forbidden as it is tokenised with and without a space before it: the last
+        token may not follow the others.
+        """
+        words = [
+            self._encoder.encode(text, add_special=False)
+            for word in params.bad_words
+            for text in (word, " " + word)
+        ]
+        state: SamplerState = native.SamplerState(
+            seed=seed & _MASK,
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            typical_p=params.typical_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            bias=list(params.logit_bias.items()),
+            bad_words=[word for word in words if word],
+            end_ids=[*self._end_ids, *params.stop_token_ids],
+            min_tokens=params.min_tokens,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt=list(prompt) if params.repetition_penalty != 1 else [],
+        )
+        return state
+
+    def sample(
+        self, logits: F32, rows: list[int], states: list[SamplerState]
+    ) -> tuple[list[int], list[tuple[float, int, list[tuple[int, float]]] | None]]:
+        """Return token ids and raw log-probabilities, where asked for, of `rows` of logits [L, V].
+
+        An id below 0 means that nothing could be chosen: see `describe_failure`.
+        """
+        if not rows:
+            return [], []
+        ids, details = self._native.sample(logits, rows, states)
+        return ids, details
+
+
+def describe_failure(token_id: int) -> str:
+    """Return why no token was chosen, for an id below 0 from `Sampler.sample`."""
+    if token_id == -1:
+        return (
+            "the model's logits are not finite (NaN or infinity): weights or activations overflow"
+        )
+    return "every token is forbidden by bad_words, logit_bias and min_tokens: loosen them"
+
+
+def token_logprob(
+    token_id: int, detail: tuple[float, int, list[tuple[int, float]]]
+) -> TokenLogprob:
+    logprob, rank, top = detail
+    return TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))

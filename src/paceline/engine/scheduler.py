@@ -1,0 +1,205 @@
+"""Scheduler: which sequences run in a step, how many tokens each, and in which blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.sequence import Sequence, State
+from paceline.policies.base import Budget, Policy
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: `chunks` of (sequence, tokens to compute), and blocks to copy before it."""
+
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    copy_src: list[int] = field(default_factory=list)
+    copy_dst: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_prefill_tokens: int = 0
+
+
+class Scheduler:
+    """Gives out tokens, seats and blocks in the policy's order.
+
+    - A sequence holds blocks for all its known tokens from admission on, so a prompt that has
+      begun can always be finished; only decoding takes more.
+    - When blocks run out the last running sequence in the order is preempted: it gives back all
+      its blocks, keeps its tokens and computes them again later. The first in the order is never
+      preempted, so every schedule makes progress.
+    - Sequences that need one token get it first; what is left of the budget goes to those that
+      catch up.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        pool: BlockPool,
+        block_size: int,
+        max_num_seqs: int,
+        max_tokens: int,
+    ) -> None:
+        self.policy = policy
+        self.pool = pool
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which has the parent's prompt, share the blocks of it.
+
+        Precondition: exactly the prompt of `parent` is computed. Without a free seat the child
+        waits and computes the prompt itself.
+        """
+        if len(self.running) >= self._max_num_seqs:
+            self.waiting.append(child)
+            return
+        self.pool.share(parent.block_table)
+        child.block_table.extend(parent.block_table)
+        child.num_computed = parent.num_computed
+        child.scheduled_ns = parent.scheduled_ns
+        child.state = State.RUNNING
+        self.running.append(child)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget `seq` and free its blocks. Idempotent."""
+        if seq.state is State.FINISHED:
+            return
+        if seq.state is State.RUNNING:
+            self.running.remove(seq)
+            self._release_blocks(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        seq.state = State.FINISHED
+
+    def schedule(self, now_ns: int) -> Schedule:
+        """Return the next step; it is empty only if there is no work."""
+        schedule = Schedule()
+        order = self.policy.order(self.waiting, self.running, now_ns)
+        self._place(order, schedule)
+        self._give_tokens(order, schedule)
+        for seq, _ in schedule.chunks:
+            if not seq.scheduled_ns:
+                seq.scheduled_ns = now_ns
+        return schedule
+
+    def _place(self, order: list[Sequence], schedule: Schedule) -> None:
+        """Decide who runs: grow the running, admit the waiting, preempt the last in the order."""
+        num_preemptions = self.num_preemptions
+        num_wanted = 0  # tokens that those placed so far could compute
+        is_closed = False
+        for position, seq in enumerate(order):
+            if seq.state is State.RUNNING:
+                if not self._grow(seq, order, position, schedule):
+                    continue
+            elif is_closed or num_wanted >= self._max_tokens:
+                continue
+            elif not self._admit(seq, order, position):
+                is_closed = True  # nobody overtakes it, or it might wait for ever
+                continue
+            # Blocks just taken back are not handed out again before the next step.
+            is_closed = is_closed or self.num_preemptions > num_preemptions
+            num_wanted += len(seq.token_ids) - seq.num_computed
+
+    def _grow(
+        self, seq: Sequence, order: list[Sequence], position: int, schedule: Schedule
+    ) -> bool:
+        """Give a running sequence a block of its own for every known token, or preempt it."""
+        table, pool = seq.block_table, self.pool
+        write_idx = seq.num_computed // self._block_size
+        is_shared = write_idx < len(table) and pool.is_shared(table[write_idx])
+        num_missing = self._num_blocks(seq) - len(table)
+        if not (is_shared or num_missing):
+            return True
+        while pool.num_free < num_missing + is_shared:
+            victim = self._last_running(order, position)
+            self._preempt(victim)
+            if victim is seq:
+                return False
+            is_shared = write_idx < len(table) and pool.is_shared(table[write_idx])
+        if is_shared:
+            [copy] = pool.allocate(1)
+            schedule.copy_src.append(table[write_idx])
+            schedule.copy_dst.append(copy)
+            pool.release([table[write_idx]])
+            table[write_idx] = copy
+            seq.table_epoch += 1
+        table.extend(pool.allocate(num_missing))
+        return True
+
+    def _admit(self, seq: Sequence, order: list[Sequence], position: int) -> bool:
+        """Seat a waiting sequence if seats and blocks allow, at the cost of those behind it."""
+        num_blocks = self._num_blocks(seq)
+        behind = [other for other in order[position + 1 :] if other.state is State.RUNNING]
+        num_blocks_behind = sum(self.pool.num_exclusive(other.block_table) for other in behind)
+        if self.pool.num_free + num_blocks_behind < num_blocks:
+            return False
+        if len(self.running) - len(behind) >= self._max_num_seqs:
+            return False
+        while len(self.running) >= self._max_num_seqs or self.pool.num_free < num_blocks:
+            self._preempt(behind.pop())
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.state = State.RUNNING
+        seq.block_table.extend(self.pool.allocate(num_blocks))
+        return True
+
+    def _give_tokens(self, order: list[Sequence], schedule: Schedule) -> None:
+        budget = Budget(self._max_tokens)
+        behind: list[Sequence] = []
+        for seq in order:
+            if seq.state is not State.RUNNING:
+                continue
+            if len(seq.token_ids) - seq.num_computed > 1:
+                behind.append(seq)
+            elif budget.num_left:
+                schedule.chunks.append((seq, 1))
+                budget.num_left -= 1
+                budget.num_decodes += 1
+        for seq in behind:
+            if not budget.num_left:
+                break
+            num_tokens = min(self.policy.quota(seq, budget), len(seq.token_ids) - seq.num_computed)
+            if num_tokens <= 0 and not schedule.chunks:
+                num_tokens = 1  # no policy can stop the engine
+            if num_tokens > 0:
+                schedule.chunks.append((seq, num_tokens))
+                budget.num_left -= num_tokens
+                budget.num_prefill += num_tokens
+        schedule.num_tokens = budget.num_decodes + budget.num_prefill
+        schedule.num_prefill_tokens = budget.num_prefill
+
+    def _num_blocks(self, seq: Sequence) -> int:
+        return -(-len(seq.token_ids) // self._block_size)
+
+    def _last_running(self, order: list[Sequence], position: int) -> Sequence:
+        for seq in reversed(order[position:]):
+            if seq.state is State.RUNNING:
+                return seq
+        raise AssertionError("the sequence at `position` runs")
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release_blocks(seq)
+        seq.state = State.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.append(seq)
+
+    def _release_blocks(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_table)
+        seq.block_table.clear()
+        seq.table_epoch += 1
+        seq.num_computed = 0

@@ -1,0 +1,135 @@
+"""Sequence: one choice of one request, from submission to its last token."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.engine.sampler import SamplerState
+from paceline.types import FinishReason, Request, Timings, Usage
+
+
+class StreamDecoder(Protocol):
+    """Token ids in, whole characters out (`paceline.text.stream_decoder`)."""
+
+    def feed(self, token_id: int, /) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class StopMatcher(Protocol):
+    """Text in, text that is safe to show out, and the stop string that completed."""
+
+    def feed(self, text: str, /) -> tuple[str, str | None]: ...
+
+    def flush(self) -> str: ...
+
+
+class State(enum.Enum):
+    """`WAITING` holds no blocks, `RUNNING` holds the blocks of all its known tokens."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Known tokens, how many of them are in the KV cache, and all that the next token depends on.
+
+    Sampler, decoder and stop matcher outlive a preemption, so a resumed sequence goes on exactly
+    where it was. `siblings` are the request's other choices while they wait for the prompt that
+    this one computes for all.
+    """
+
+    request: Request
+    index: int
+    number: int  # order of submission over all sequences of the engine
+    token_ids: list[int]
+    max_len: int  # the sequence ends when it has so many tokens
+    sampler: SamplerState
+    decoder: StreamDecoder
+    matcher: StopMatcher | None
+    eos_ids: frozenset[int]  # empty with ignore_eos
+    arrival_ns: int
+    siblings: list[Sequence] = field(default_factory=list)
+
+    state: State = State.WAITING
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    table_epoch: int = 0  # changes when an entry of block_table changes; appending leaves it
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def append_token(self, token_id: int, now_ns: int) -> str:
+        """Take a chosen token; return the text that it makes safe to show.
+
+        Sets `finish_reason` when the token ends the sequence. The text of an end token is not
+        shown. Stop strings are looked for from `min_tokens` on.
+        """
+        self.token_ids.append(token_id)
+        self.sampler.commit(token_id)
+        if not self.first_token_ns:
+            self.first_token_ns = now_ns
+        self.last_token_ns = now_ns
+        if token_id in self.request.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+            return self._flush()
+        if token_id in self.eos_ids:
+            self.finish_reason = "stop"
+            return self._flush()
+        text = self._visible(self.decoder.feed(token_id))
+        if self.finish_reason is None and len(self.token_ids) >= self.max_len:
+            text += self._flush()
+            self.finish_reason = self.finish_reason or "length"
+        return text
+
+    def _visible(self, text: str) -> str:
+        if self.matcher is None or self.num_output < self.request.params.min_tokens:
+            return text
+        text, matched = self.matcher.feed(text)
+        if matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        return text
+
+    def _flush(self) -> str:
+        """Return the text still held back by the decoder and the stop matcher."""
+        text = self.decoder.flush()
+        if self.matcher is None:
+            return text
+        text, matched = self.matcher.feed(text)
+        if matched is None:
+            return text + self.matcher.flush()
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        return text
+
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=self.num_prompt, completion_tokens=self.num_output)
+
+    def timings(self, now_ns: int) -> Timings:
+        """Return the times of a choice that ends now; what never happened counts as now."""
+        num_gaps = self.num_output - 1
+        tpot_s = (
+            (self.last_token_ns - self.first_token_ns) / num_gaps / 1e9 if num_gaps > 0 else None
+        )
+        return Timings(
+            queue_s=((self.scheduled_ns or now_ns) - self.arrival_ns) / 1e9,
+            ttft_s=((self.first_token_ns or now_ns) - self.arrival_ns) / 1e9,
+            tpot_s=tpot_s,
+            e2e_s=(now_ns - self.arrival_ns) / 1e9,
+            num_preemptions=self.num_preemptions,
+        )

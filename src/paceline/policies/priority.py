@@ -1,0 +1,36 @@
+"""Lower `Request.priority` first, then order of submission."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.policies.base import Budget, parse_options
+
+if TYPE_CHECKING:
+    from paceline.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """None."""
+
+
+class Priority:
+    """A waiting sequence takes blocks and seats from running ones of lower importance."""
+
+    def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now_ns: int) -> list[Sequence]:
+        return sorted((*running, *waiting), key=lambda seq: (seq.request.priority, seq.number))
+
+    def quota(self, seq: Sequence, budget: Budget) -> int:
+        return budget.num_left
+
+    def observe(self, num_tokens: int, forward_s: float) -> None:
+        pass
+
+
+def create(options: Mapping[str, str]) -> Priority:
+    parse_options(Options, "priority", options)
+    return Priority()

@@ -1,0 +1,258 @@
+"""The OpenAI API over HTTP: routes, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from paceline import __version__
+from paceline.completion import ChoiceBuilder
+from paceline.engine.build import LoadedModel
+from paceline.errors import PacelineError
+from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.errors import ApiError, as_api_error, error_response
+from paceline.server.openai import Formatter, model_object
+from paceline.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    parse,
+    sampling_params,
+    split_prompts,
+)
+from paceline.server.sse import DONE, EventStream
+from paceline.types import Request, Usage
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told to come back
+STOP_TIMEOUT_S = 5.0
+# Parsing and tokenising a body up to this size takes well under a millisecond; a longer one goes
+# to a thread, so that it does not hold up the streams of others.
+_INLINE_BODY_BYTES = 4096
+
+ApiRequest = ChatRequest | CompletionRequest
+Prepared = tuple[ApiRequest, list[Request]]
+_T = TypeVar("_T")
+
+
+class Server:
+    """Answers calls for one loaded model."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._created = int(time.time())
+        self._outbox: Outbox | None = None
+        self._num_open = 0
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self._outbox = Outbox(asyncio.get_running_loop())
+        self._loaded.engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def health(self) -> Response:
+        stats = self._loaded.engine.stats()
+        body = {"status": "ok", "version": __version__, "model": self._loaded.name, "engine": stats}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def models(self) -> Response:
+        body = {"object": "list", "data": [self._model()]}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return Response(msgspec.json.encode(self._model()), media_type="application/json")
+
+    def _model(self) -> dict[str, object]:
+        max_model_len = self._loaded.config.max_model_len
+        assert max_model_len is not None
+        return model_object(self._loaded.name, self._created, max_model_len)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._loaded.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here: ask for {self._loaded.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = await read_body(http)
+        return await self._answer(http, body, lambda: self._prepare_chat(body))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = await read_body(http)
+        return await self._answer(http, body, lambda: self._prepare_completion(body))
+
+    def _prepare_chat(self, body: bytes) -> Prepared:
+        request = parse(body, ChatRequest)
+        self._check_model(request.model)
+        token_ids = self._loaded.encode_chat(request.messages)
+        return request, self._engine_requests(request, [token_ids])
+
+    def _prepare_completion(self, body: bytes) -> Prepared:
+        request = parse(body, CompletionRequest)
+        self._check_model(request.model)
+        prompts = [
+            self._loaded.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+            for prompt in split_prompts(request.prompt)
+        ]
+        return request, self._engine_requests(request, prompts)
+
+    def _engine_requests(self, request: ApiRequest, prompts: list[list[int]]) -> list[Request]:
+        params = sampling_params(request, self._loaded.default_params)
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        return [
+            Request(
+                id=uuid.uuid4().hex,
+                prompt_token_ids=tuple(prompt),
+                params=params,
+                priority=request.priority or 0,
+                arrival_ns=time.monotonic_ns(),
+            )
+            for prompt in prompts
+        ]
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        body: bytes,
+        prepare: Callable[[], Prepared],
+    ) -> Response:
+        if self._num_open >= MAX_OPEN_CALLS:
+            raise ApiError(429, f"{MAX_OPEN_CALLS} calls are open: try again later")
+        assert self._outbox is not None
+        request, engine_requests = await self._run(prepare, is_long=len(body) > _INLINE_BODY_BYTES)
+        options = request.stream_options
+        is_chat = isinstance(request, ChatRequest)
+        formatter = Formatter(
+            "chat" if is_chat else "completion",
+            answer_id=("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+            model=self._loaded.name,
+            tokenizer=self._loaded.tokenizer,
+            wants_logprobs=engine_requests[0].params.logprobs is not None,
+            include_usage=bool(options and options.include_usage),
+        )
+        generation = Generation(self._loaded.engine, self._outbox, engine_requests)
+        generation.submit()
+        headers = {"x-request-id": request_id(http)}
+        if request.stream:
+            return EventStream(generation, self._stream(generation, formatter), headers)
+        return await self._collect(http, generation, formatter, headers)
+
+    async def _run(self, work: Callable[[], _T], *, is_long: bool) -> _T:
+        if not is_long:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _stream(
+        self, generation: Generation, formatter: Formatter
+    ) -> AsyncGenerator[bytes, None]:
+        usages: dict[int, Usage] = {}
+        self._num_open += 1
+        try:
+            if opening := formatter.opening(generation.num_choices):
+                yield opening
+            async for burst in generation.bursts():
+                usages.update({idx: delta.usage for idx, delta in burst if delta.usage is not None})
+                if data := b"".join(formatter.chunks(idx, delta) for idx, delta in burst):
+                    yield data
+            in_order = [usages[idx] for idx in sorted(usages)]
+            yield formatter.closing(in_order, generation.n) + DONE
+        finally:
+            self._num_open -= 1
+
+    async def _collect(
+        self,
+        http: HttpRequest,
+        generation: Generation,
+        formatter: Formatter,
+        headers: dict[str, str],
+    ) -> Response:
+        wants_logprobs = generation.requests[0].params.logprobs is not None
+        builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
+        self._num_open += 1
+        try:
+            async with generation.attended(http.receive):
+                async for burst in generation.bursts():
+                    for idx, delta in burst:
+                        builders[idx].add(delta)
+        except ClientGoneError:
+            return Response(status_code=499)
+        finally:
+            self._num_open -= 1
+        body = formatter.whole([builder.choice() for builder in builders], generation.n)
+        return Response(body, media_type="application/json", headers=headers)
+
+
+async def read_body(http: HttpRequest) -> bytes:
+    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 413 or 415."""
+    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"content-type is {kind!r}: send application/json")
+    parts: list[bytes] = []
+    size = 0
+    async for part in http.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def request_id(http: HttpRequest) -> str:
+    """Return the caller's X-Request-Id if it is a plain short one, else a fresh one."""
+    given = http.headers.get("x-request-id", "")
+    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+def create_app(loaded: LoadedModel) -> FastAPI:
+    """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine."""
+    server = Server(loaded)
+    app = FastAPI(title="Paceline", version=__version__, lifespan=server.lifespan, docs_url=None,
+                  redoc_url=None)  # fmt: skip
+    for path, method, endpoint in (
+        ("/health", "GET", server.health),
+        ("/v1/models", "GET", server.models),
+        ("/v1/models/{name:path}", "GET", server.model),
+        ("/v1/chat/completions", "POST", server.chat),
+        ("/v1/completions", "POST", server.completions),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+    @app.exception_handler(PacelineError)
+    async def on_error(http: HttpRequest, error: PacelineError) -> Response:
+        return error_response(as_api_error(error), {"x-request-id": request_id(http)})
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        return error_response(ApiError(error.status_code, message), dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def on_bug(http: HttpRequest, error: Exception) -> Response:
+        return error_response(ApiError(500, "the server failed on this request; its log says why"))
+
+    return app

@@ -1,0 +1,129 @@
+"""Deltas on their way from the engine thread to the coroutines that answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import BackendError, PacelineError
+from paceline.server.errors import ApiError
+from paceline.types import Delta, Request
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+class ClientGoneError(Exception):
+    """The client hung up; nobody is left to answer."""
+
+
+class Outbox:
+    """Carries deltas over to the event loop, with one wake-up for a burst of any length."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posted: deque[tuple[Generation, int, Delta]] = deque()
+        self._is_awake = False
+
+    def post(self, generation: Generation, request_idx: int, delta: Delta) -> None:
+        """Called by the engine thread."""
+        self._posted.append((generation, request_idx, delta))
+        if not self._is_awake:
+            self._is_awake = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # Cleared first: a delta posted during the loop below is taken by it or by the next call.
+        self._is_awake = False
+        while self._posted:
+            generation, request_idx, delta = self._posted.popleft()
+            generation.receive(request_idx, delta)
+
+
+class Generation:
+    """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`."""
+
+    def __init__(self, engine: Engine, outbox: Outbox, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self._engine = engine
+        self._outbox = outbox
+        self.n = requests[0].params.n
+        self._arrived: list[tuple[int, Delta]] = []
+        self._news = asyncio.Event()
+        self._num_open = [self.n] * len(requests)
+        self._is_gone = False
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.requests)
+
+    def submit(self) -> None:
+        """Queue all requests, or none: raises for the first that the engine refuses."""
+        for request in self.requests:
+            self._engine.check(request)
+        for idx, request in enumerate(self.requests):
+            try:
+                self._engine.submit(request, self._sink(idx))
+            except BackendError as error:
+                self.cancel()
+                raise ApiError(503, str(error)) from error
+            except PacelineError:
+                self.cancel()
+                raise
+
+    def _sink(self, request_idx: int) -> Callable[[Delta], None]:
+        return lambda delta: self._outbox.post(self, request_idx, delta)
+
+    def receive(self, request_idx: int, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._num_open[request_idx] -= 1
+        self._arrived.append((request_idx * self.n + delta.index, delta))
+        self._news.set()
+
+    def cancel(self) -> None:
+        """Abort whatever still runs."""
+        for request, num_open in zip(self.requests, self._num_open, strict=True):
+            if num_open:
+                self._engine.abort(request.id)
+
+    @asynccontextmanager
+    async def attended(self, receive: Receive) -> AsyncIterator[None]:
+        """While inside, a client that hangs up ends `bursts`; leaving aborts what still runs."""
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        self.cancel()
+        self._news.set()
+
+    async def bursts(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """Yield (choice index, delta) as they arrive, until every choice is finished.
+
+        Raises ClientGoneError when the client hung up, ApiError when the engine failed.
+        """
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._is_gone:
+                raise ClientGoneError
+            burst, self._arrived = self._arrived, []
+            failure = next((d for _, d in burst if d.finish_reason in ("error", "abort")), None)
+            if failure is not None:
+                if failure.finish_reason == "abort":
+                    raise ApiError(503, "the server is shutting down: try again later")
+                raise ApiError(500, failure.error or "the engine failed on this request")
+            yield burst
+            if not any(self._num_open) and not self._arrived:
+                return

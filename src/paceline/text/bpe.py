@@ -1,0 +1,125 @@
+"""ByteBPE: byte-level BPE from a GGUF's tokens and merges.
+
+Words are cut by the regex engine of `tokenizers` and merged here: its BPE model takes 0.1 s to
+build from 49,000 tokens and 0.4 s from 150,000, two dicts take a tenth of that, and with words
+remembered, encoding is as fast (0.8 against 0.5 ms for a thousand tokens of prose).
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+from tokenizers import Regex, pre_tokenizers
+
+from paceline.errors import TokenizerError
+from paceline.text.literals import Literals
+from paceline.text.merging import NO_MERGE, merge
+from paceline.text.pretokenizers import GPT2, pre_tokenizer
+from paceline.text.vocabulary import Vocabulary
+from paceline.weights.checkpoint import GGUFTokenizerData
+
+MAX_CACHED_WORDS = 50_000
+MAX_CACHED_WORD_LEN = 64
+
+
+def _byte_chars() -> dict[str, int]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in set(plain)]
+    return {
+        **{chr(byte): byte for byte in plain},
+        **{chr(0x100 + i): byte for i, byte in enumerate(rest)},
+    }
+
+
+BYTE_OF_CHAR = _byte_chars()
+
+
+def byte_level_bytes(text: str) -> bytes:
+    """Return the bytes a byte-level token stands for; a text outside the alphabet is UTF-8."""
+    try:
+        return bytes([BYTE_OF_CHAR[char] for char in text])
+    except KeyError:
+        return text.encode("utf-8", errors="replace")
+
+
+class ByteBPE:
+    """Encodes with merges in rank order; decodes tokens to bytes."""
+
+    strips_leading_space = False
+
+    def __init__(self, data: GGUFTokenizerData, vocabulary: Vocabulary) -> None:
+        if len(data.merges) == 0 or not isinstance(data.merges[0], str):
+            raise TokenizerError(
+                "tokenizer.ggml.merges is absent, empty or no list of strings: a BPE tokenizer "
+                "needs it, convert the model again"
+            )
+        rule = pre_tokenizer(data.pre)
+        self._vocabulary = vocabulary
+        self._nfc = rule.nfc
+        self._whole_words = rule.whole_words
+        self._ids = vocabulary.ids
+        self._ranks: dict[str, int] = dict(zip(data.merges, range(len(data.merges)), strict=True))
+        self._words: dict[str, list[int]] = {}
+        self._cut = _pre_tokenizer_of(rule.patterns)
+        self._plain = Literals(vocabulary.user_defined)
+        self._special = Literals({**vocabulary.user_defined, **vocabulary.special})
+
+    def encode(self, text: str, *, parse_special: bool, cuts: Sequence[int]) -> list[int]:
+        literals = self._special if parse_special else self._plain
+        ids: list[int] = []
+        position = 0
+        for begin, end, token_id in literals.find(text, cuts):
+            self._encode_ordinary(text[position:begin], ids)
+            ids.append(token_id)
+            position = end
+        self._encode_ordinary(text[position:], ids)
+        return ids
+
+    def raw_bytes(self, token_id: int) -> bytes:
+        text = self._vocabulary.tokens[token_id]
+        if self._vocabulary.is_literal(token_id):
+            return text.encode("utf-8", errors="replace")
+        return byte_level_bytes(text)
+
+    def _encode_ordinary(self, text: str, ids: list[int]) -> None:
+        if not text:
+            return
+        if self._nfc and not text.isascii():
+            text = unicodedata.normalize("NFC", text)
+        words = self._words
+        for word, _ in self._cut.pre_tokenize_str(text):
+            known = words.get(word)
+            ids += self._encode_word(word) if known is None else known
+
+    def _encode_word(self, word: str) -> list[int]:
+        whole = self._ids.get(word) if self._whole_words else None
+        if whole is not None:
+            ids = [whole]
+        else:
+            # A byte that the vocabulary lacks has no token; dropping it is what peers do.
+            found = (self._ids.get(part) for part in merge(list(word), self._rank))
+            ids = [token_id for token_id in found if token_id is not None]
+        if len(word) <= MAX_CACHED_WORD_LEN:
+            if len(self._words) >= MAX_CACHED_WORDS:
+                self._words.clear()
+            self._words[word] = ids
+        return ids
+
+    def _rank(self, left: str, right: str) -> float:
+        return self._ranks.get(f"{left} {right}", NO_MERGE)
+
+
+def _pre_tokenizer_of(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    """Cut by each pattern in turn, then write bytes as characters."""
+    *first, last = patterns
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in first
+    ]
+    if last == GPT2:  # compiled into the library
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
+    else:
+        steps.append(pre_tokenizers.Split(Regex(last), "isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)

@@ -1,0 +1,105 @@
+"""Vocabulary: the tokens of a GGUF and what kind each is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import TokenizerError
+from paceline.weights.checkpoint import GGUFTokenizerData
+
+
+class TokenType(IntEnum):
+    """Values of `tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Turn ends that some converters left as ordinary or user-defined tokens.
+_END_MARKERS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+    "<end_of_turn>", "<start_of_turn>", "<|im_start|>",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token texts by id, ids by text, and the ids and texts of each kind that is not ordinary."""
+
+    tokens: list[str]
+    ids: dict[str, int]
+    special: dict[str, int]  # control and unknown: matched only where special tokens are parsed
+    user_defined: dict[str, int]  # always matched whole
+    unused: frozenset[int]
+    byte_ids: frozenset[int]
+    _literal_ids: frozenset[int] = field(default=frozenset())
+
+    def is_literal(self, token_id: int) -> bool:
+        """True where the token's text is plain text, not in the vocabulary's own alphabet."""
+        return token_id in self._literal_ids
+
+
+def numbers(values: Sequence[float], key: str) -> npt.NDArray[np.float32]:
+    """Return an array of `tokenizer.ggml.<key>`, or raise TokenizerError where it holds others."""
+    try:
+        return np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError):
+        raise TokenizerError(
+            f"tokenizer.ggml.{key} holds no numbers: convert the model again"
+        ) from None
+
+
+def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
+    """Sort the tokens of `data` by kind. O(tokens)."""
+    tokens = list(data.tokens)
+    if not tokens:
+        raise TokenizerError("tokenizer.ggml.tokens is empty: convert the model again")
+    if not isinstance(tokens[0], str):
+        raise TokenizerError("tokenizer.ggml.tokens holds no strings: convert the model again")
+    types = numbers(data.token_types, "token_type")
+    if len(types) and len(types) != len(tokens):
+        raise TokenizerError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens: "
+            "convert the model again"
+        )
+    ends = {data.bos_id, data.eos_id, data.eot_id}
+    special: dict[str, int] = {}
+    user_defined: dict[str, int] = {}
+    unused: list[int] = []
+    byte_ids: list[int] = []
+    rare = [(int(i), int(types[i])) for i in np.flatnonzero(types != TokenType.NORMAL)]
+    marked = [(i, int(TokenType.CONTROL)) for i in ends if i is not None and 0 <= i < len(tokens)]
+    for token_id, kind in (*rare, *marked):
+        text = tokens[token_id]
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN) or (
+            kind == TokenType.USER_DEFINED and text in _END_MARKERS
+        ):
+            special[text] = token_id
+        elif kind == TokenType.USER_DEFINED:
+            user_defined[text] = token_id
+        elif kind == TokenType.UNUSED:
+            unused.append(token_id)
+        elif kind == TokenType.BYTE:
+            byte_ids.append(token_id)
+    special.pop("", None)
+    user_defined.pop("", None)
+    for text in special:
+        user_defined.pop(text, None)
+    return Vocabulary(
+        tokens=tokens,
+        ids=dict(zip(tokens, range(len(tokens)), strict=True)),
+        special=special,
+        user_defined=user_defined,
+        unused=frozenset(unused),
+        byte_ids=frozenset(byte_ids),
+        _literal_ids=frozenset((*special.values(), *user_defined.values())),
+    )

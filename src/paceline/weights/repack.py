@@ -1,0 +1,288 @@
+"""Packed weights: a source tensor's bytes in the order that the kernels read, and their disk cache.
+
+The layout is `native/kernels/linear_layout.h`; it is the same for every instruction set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline import _native
+from paceline.errors import ModelFormatError
+from paceline.weights.tensor import BLOCK, QTensor
+
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+
+PANEL = 16  # output rows of a panel
+PACK_VERSION = (
+    1  # of the layout: raise it when a packed byte moves, so that old caches are rewritten
+)
+_ALIGN = 64
+_CHUNK_BYTES = 1 << 20  # of packed panels a thread takes at once
+# A cache file: this head, the tensors (64-byte aligned), the index (JSON) up to the file's end.
+_HEAD = struct.Struct("<16sQQ32s")  # magic, offset and size of the index, sha256 of the index
+_MAGIC = b"paceline-packed\n"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A weight of `rows` outputs and `k` inputs in panels; `data` is uint8, 64-byte aligned."""
+
+    format: str
+    rows: int
+    k: int
+    data: U8
+
+
+def packed_bytes(fmt: str, rows: int, k: int) -> int:
+    """Bytes of a packed [rows, k] weight: the source's, with rows padded to a panel."""
+    return -(-rows // PANEL) * int(_native.packed_panel_bytes(fmt, k))
+
+
+def source_fingerprint(paths: Iterable[Path]) -> str:
+    """Return a hash that changes when a file is replaced: name, size, mtime and first 64 KiB."""
+    digest = hashlib.sha256()
+    for path in paths:
+        stat = path.stat()
+        digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+def pack_tensor(
+    tensor: QTensor, row_order: I32 | None = None, *, num_threads: int = 1
+) -> PackedTensor:
+    """Return the packed copy of a matrix; packed row i is row `row_order[i]` of the source."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        return _pack(tensor, row_order, pool)
+
+
+def pack_all(
+    tensors: Mapping[str, QTensor],
+    names: Sequence[str],
+    *,
+    cache_path: Path | None,
+    fingerprint: str = "",
+    num_threads: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, PackedTensor]:
+    """Return the packed `names`: mapped from the cache where it fits, else packed and cached.
+
+    `fingerprint` identifies the source (`source_fingerprint`). The cache is only ever a help: one
+    that is stale, cut or broken is rewritten, and one that cannot be written costs a log line.
+    `progress(done, total)` is called after each tensor. Safe with several processes at once: each
+    writes its own temporary file and renames it.
+    """
+    if cache_path is not None:
+        cached = _read_cache(cache_path, names, fingerprint)
+        if cached is not None:
+            return cached
+    packed: dict[str, PackedTensor] = {}
+    with _open_writer(cache_path) as writer, ThreadPoolExecutor(num_threads) as pool:
+        for name in names:
+            if name not in packed:
+                tensor = tensors[name]
+                packed[name] = _pack(tensor, None, pool)
+                _drop_pages(tensor.data)
+                writer.add(name, packed[name])
+            if progress is not None:
+                progress(len(packed), len(set(names)))
+        writer.finish(fingerprint)
+    return packed
+
+
+def _pack(tensor: QTensor, row_order: I32 | None, pool: ThreadPoolExecutor) -> PackedTensor:
+    rows, k = _matrix_shape(tensor)
+    panel_bytes = int(_native.packed_panel_bytes(tensor.format, k))
+    panels = -(-rows // PANEL)
+    out = _aligned_empty(panels * panel_bytes)
+    src = np.ascontiguousarray(tensor.data.reshape(rows, -1))
+    step = max(1, _CHUNK_BYTES // panel_bytes)
+    jobs = [
+        pool.submit(
+            _native.pack, tensor.format, src, k, row_order, out, begin, min(begin + step, panels)
+        )
+        for begin in range(0, panels, step)
+    ]
+    for job in jobs:
+        job.result()
+    return PackedTensor(tensor.format, rows, k, out)
+
+
+def _matrix_shape(tensor: QTensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2 or 0 in tensor.shape:
+        raise ModelFormatError(f"only a matrix can be packed, this weight has shape {tensor.shape}")
+    rows, k = map(int, tensor.shape)
+    block, block_bytes = BLOCK[tensor.format]
+    if k % block or tensor.data.nbytes != rows * (k // block) * block_bytes:
+        raise ModelFormatError(
+            f"a {tensor.format} weight of shape {tensor.shape} has {tensor.data.nbytes} bytes; "
+            f"rows must be a multiple of {block} values, {block_bytes} bytes each {block}"
+        )
+    return rows, k
+
+
+def _aligned_empty(num_bytes: int) -> U8:
+    raw = np.empty(num_bytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + num_bytes]
+
+
+def _drop_pages(data: U8) -> None:
+    """Let the pages of a mapped source range leave resident memory: it is packed."""
+    base: object = data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapped = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapped, mmap.mmap):
+        return
+    start = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0 and hasattr(mapped, "madvise"):
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+def _read_cache(
+    path: Path, names: Sequence[str], fingerprint: str
+) -> dict[str, PackedTensor] | None:
+    """Return views of the mapped cache, or None where it does not serve these names."""
+    try:
+        with path.open("rb") as file:
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        index = _read_index(mapped)
+        if index["version"] != PACK_VERSION or index["fingerprint"] != fingerprint:
+            return None
+        return {name: _view(mapped, index["tensors"][name]) for name in names}
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        return None
+
+
+def _read_index(mapped: U8) -> dict[str, Any]:
+    magic, offset, size, checksum = _HEAD.unpack(mapped[: _HEAD.size].tobytes())
+    if magic != _MAGIC or offset + size != len(mapped):
+        raise ValueError("not a whole cache file")
+    raw = mapped[offset : offset + size].tobytes()
+    if hashlib.sha256(raw).digest() != checksum:
+        raise ValueError("the index is broken")
+    index = json.loads(raw)
+    if not isinstance(index, dict):
+        raise ValueError("the index is not an object")
+    return index
+
+
+def _view(mapped: U8, entry: list[Any]) -> PackedTensor:
+    fmt, rows, k, offset = entry
+    size = packed_bytes(fmt, rows, k)
+    if rows <= 0 or offset % _ALIGN or not 0 <= offset <= len(mapped) - size:
+        raise ValueError("a tensor lies outside the file")
+    return PackedTensor(fmt, rows, k, mapped[offset : offset + size])
+
+
+class _NoWriter:
+    """Takes the place of a cache that is not wanted or cannot be written."""
+
+    def add(self, name: str, tensor: PackedTensor) -> None: ...
+
+    def finish(self, fingerprint: str) -> None: ...
+
+
+class _CacheWriter(_NoWriter):
+    """Writes a temporary file beside `path`, which takes its place in `finish`."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
+        self._file: BinaryIO | None = file
+        self._tensors: dict[str, tuple[str, int, int, int]] = {}
+        file.write(bytes(_HEAD.size))
+
+    def add(self, name: str, tensor: PackedTensor) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(bytes(-self._file.tell() % _ALIGN))
+            self._tensors[name] = (tensor.format, tensor.rows, tensor.k, self._file.tell())
+            self._file.write(tensor.data)
+        except OSError as error:
+            self._give_up(error)
+
+    def finish(self, fingerprint: str) -> None:
+        if self._file is None:
+            return
+        index = json.dumps(
+            {"version": PACK_VERSION, "fingerprint": fingerprint, "tensors": self._tensors}
+        ).encode()
+        try:
+            offset = self._file.tell()
+            self._file.write(index)
+            self._file.seek(0)
+            checksum = hashlib.sha256(index).digest()
+            self._file.write(_HEAD.pack(_MAGIC, offset, len(index), checksum))
+            self._file.flush()
+            os.replace(self._file.name, self._path)
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._file.close()
+            self._file = None
+
+    def _give_up(self, error: OSError) -> None:
+        _warn_unwritable(self._path, error)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the temporary file, if it has not become the cache."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self._file.close()
+        Path(self._file.name).unlink(missing_ok=True)
+        self._file = None
+
+
+def _warn_unwritable(path: Path, error: OSError) -> None:
+    reason = error.strerror or str(error)
+    _log.warning(
+        "cannot keep packed weights in %s (%s): starting this model will stay slower", path, reason
+    )
+
+
+@contextmanager
+def _open_writer(path: Path | None) -> Iterator[_NoWriter]:
+    if path is None:
+        yield _NoWriter()
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        _warn_unwritable(path, error)
+        yield _NoWriter()
+        return
+    os.close(handle)
+    file = Path(temporary).open("wb")  # noqa: SIM115 - the writer closes it
+    writer = _CacheWriter(path, file)
+    try:
+        yield writer
+    finally:
+        writer.discard()

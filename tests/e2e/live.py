@@ -1,0 +1,132 @@
+"""A real server on a free port, and what its tests need to talk to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from paceline.config import EngineConfig
+from paceline.engine.build import LoadedModel, load_model
+from paceline.server.app import create_app
+from tests.tiny import TinyTokenizer, successor_model, write_gguf
+
+TOKENIZER = TinyTokenizer()
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+EMOJI = "#😀中$"
+
+
+def script_model(folder: Path, *, max_context: int = 512) -> Path:
+    """Write a model that spells: "a" goes on with "bc…z", "0" counts for ever, chat says HELO."""
+    ids = TOKENIZER.byte_ids
+    chains = [
+        [*ids(ALPHABET), TOKENIZER.eos_id],
+        [*ids("0123456789"), *ids("0")],
+        [*ids("\nHELO"), TOKENIZER.eot_id],
+        [*ids(EMOJI), TOKENIZER.eos_id],
+    ]
+    model = successor_model(*chains, max_position_embeddings=max_context)
+    return write_gguf(model, folder / "script.gguf")
+
+
+class LiveServer:
+    """Serves a model over real HTTP from a thread of this process."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        self.loaded: LoadedModel = load_model(str(model), EngineConfig(**options))
+        self.engine = self.loaded.engine
+        config = uvicorn.Config(
+            create_app(self.loaded), host="127.0.0.1", port=0, log_config=None, lifespan="on",
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, json={"model": self.loaded.name, **body})
+
+    def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", prompt=prompt, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, content: Any = "Hi", **body: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": content}]
+        response = self.post("/v1/chat/completions", messages=messages, **body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """Return the events of a stream, its framing checked; [DONE] is the last."""
+        request = {"model": self.loaded.name, "stream": True, **body}
+        with self.client.stream("POST", path, json=request) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return parse_events(b"".join(response.iter_raw()))
+
+    def stats(self) -> Any:
+        return self.engine.stats()
+
+    def drain(self) -> None:
+        """DRAIN: nothing runs, nothing waits, every block is free again."""
+
+        def is_drained() -> bool:
+            stats = self.stats()
+            return (stats.num_running, stats.num_waiting, stats.num_live_blocks) == (0, 0, 0)
+
+        wait_until(is_drained, timeout_s=2)
+        generated = self.stats().num_generated_tokens
+        time.sleep(0.02)
+        assert self.stats().num_generated_tokens == generated
+
+    def survive(self) -> None:
+        """SURVIVE: healthy, and a canary request gives its usual text."""
+        assert self.client.get("/health").json()["status"] == "ok"
+        assert self.complete("a", temperature=0)["choices"][0]["text"] == ALPHABET[1:]
+
+
+def parse_events(raw: bytes) -> list[Any]:
+    """Return the events of an SSE body: each one `data: …` line and a blank line."""
+    assert raw.endswith(b"\n\n")
+    blocks = raw.decode().split("\n\n")[:-1]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    payloads = [block.removeprefix("data: ") for block in blocks]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def texts(events: list[Any]) -> dict[int, str]:
+    """Return the text of each choice, put together from its deltas."""
+    joined: dict[int, str] = {}
+    for choice in choices(events):
+        piece = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        joined[choice["index"]] = joined.get(choice["index"], "") + piece
+    return joined
+
+
+def choices(events: list[Any]) -> Iterator[dict[str, Any]]:
+    for event in events:
+        if event != "[DONE]":
+            yield from event["choices"]
+
+
+def wait_until(is_true: Any, timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)

@@ -1,0 +1,171 @@
+"""The command line as a user meets it: a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.live import ALPHABET, wait_until
+
+PACELINE = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
+ENGINE = ["--kv-memory", "8M", "--threads", "1"]
+
+
+def paceline(*arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [*PACELINE, *arguments]
+    return subprocess.run(command, capture_output=True, timeout=60, text=True, **options)
+
+
+def test_run_streams_the_answer_and_tells_its_timings_on_stderr(script_path):
+    result = paceline("run", str(script_path), "Hi", "--temperature", "0", *ENGINE)
+    assert (result.returncode, result.stdout) == (0, "HELO\n")
+    for part in ("queue", "TTFT", "TPOT", "tok/s", "read bandwidth"):
+        assert part in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_run_raw_continues_the_text_without_template(script_path):
+    arguments = ("--raw", "-n", "3", "--temperature", "0", *ENGINE)
+    assert paceline("run", str(script_path), "a", *arguments).stdout == "bcd\n"
+
+
+def test_run_reads_the_prompt_from_stdin(script_path):
+    arguments = ("--raw", "--temperature", "0", *ENGINE)
+    result = paceline("run", str(script_path), "-", *arguments, input="a")
+    assert result.stdout == ALPHABET[1:] + "\n"
+
+
+def test_run_json_is_one_object(script_path):
+    arguments = ("--raw", "--json", "-n", "3", "--temperature", "0", *ENGINE)
+    result = paceline("run", str(script_path), "a", *arguments)
+    answer = json.loads(result.stdout)
+    assert (answer["text"], answer["finish_reason"]) == ("bcd", "length")
+    assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "cached_tokens": 0}
+    assert 0 < answer["timings"]["ttft_s"] < answer["timings"]["e2e_s"]
+    assert answer["timings"]["bandwidth_fraction"] > 0
+    assert result.stderr == ""
+
+
+def test_chat_keeps_the_conversation_and_knows_its_commands(script_path):
+    typed = "Hi\n/help\n/nonsense\n/reset\nHi again\n/exit\n"
+    result = paceline("chat", str(script_path), "--temperature", "0", *ENGINE, input=typed)
+    assert (result.returncode, result.stdout) == (0, "HELO\nHELO\n")
+    for part in ("/reset", "new conversation", "/nonsense is no command"):
+        assert part in result.stderr
+
+
+def test_chat_says_so_when_the_context_is_full_and_goes_on(script_path):
+    typed = "x" * 600 + "\nHi\n"
+    result = paceline("chat", str(script_path), "--temperature", "0", *ENGINE, input=typed)
+    assert (result.returncode, result.stdout) == (0, "HELO\n")
+    assert "512" in result.stderr
+    assert "/reset" in result.stderr
+
+
+def test_info_reads_the_header_alone(script_path):
+    result = paceline("info", str(script_path), "--seqs", "3", "--context", "100", "--json")
+    facts = json.loads(result.stdout)
+    assert (facts["family"], facts["layers"], facts["context"]) == ("llama", 1, 512)
+    assert facts["kv_bytes_per_token"] == 2 * 16 * 2
+    assert facts["memory"]["kv_bytes"] == 3 * 112 * 64
+    assert sum(facts["weight_bytes_by_format"].values()) == facts["weight_bytes"]
+    shown = paceline("info", str(script_path))
+    assert shown.returncode == 0
+    assert "KV a token" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "info"])
+def test_a_missing_model_is_one_line_and_exit_code_1(tmp_path, command):
+    prompt = ["Hi"] if command == "run" else []
+    result = paceline(command, str(tmp_path / "none.gguf"), *prompt)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("paceline: ")
+    assert "none.gguf" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_cut_file_is_one_line_and_exit_code_1(tmp_path, script_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(script_path.read_bytes()[:-1000])
+    result = paceline("run", str(cut), "Hi")
+    assert result.returncode == 1
+    assert "cut.gguf" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_prompt_beyond_the_context_is_one_line_and_exit_code_1(script_path):
+    result = paceline("run", str(script_path), "x" * 600, "--raw", *ENGINE)
+    assert result.returncode == 1
+    assert "600" in result.stderr
+    assert "512" in result.stderr
+
+
+def test_ctrl_c_ends_a_run_with_130_and_no_traceback(long_script_path):
+    command = [*PACELINE, "run", str(long_script_path), "0", "--raw", "--temperature", "0"]
+    process = subprocess.Popen(
+        [*command, "--kv-memory", "64M"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.read(5) == b"12345"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, b"")
+
+
+def test_a_reader_that_leaves_ends_a_run_quietly(long_script_path):
+    command = [*PACELINE, "run", str(long_script_path), "0", "--raw", "--temperature", "0"]
+    process = subprocess.Popen(
+        [*command, "--kv-memory", "64M"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.read(5) == b"12345"
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(10) == 1
+    process.stderr.close()
+
+
+@pytest.fixture
+def served(script_path):
+    command = [*PACELINE, "serve", str(script_path), "--port", "0", *ENGINE]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = ""
+    while "serving" not in line:
+        line = process.stderr.readline()
+        assert line, "the server did not start"
+    yield process, line.split()[-1]
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_serve_answers_and_stops_cleanly(served, stop):
+    process, url = served
+    body = {"model": "script", "prompt": "a", "temperature": 0}
+    wait_until(lambda: is_up(url))
+    answer = httpx.post(f"{url}/completions", json=body).json()
+    assert answer["choices"][0]["text"] == ALPHABET[1:]
+    process.send_signal(stop)
+    start = time.monotonic()
+    assert process.wait(10) in (130, -stop)
+    assert time.monotonic() - start < 8
+    assert "Traceback" not in process.stderr.read()
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/models").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_serve_logs_threads_and_kv_size(script_path):
+    env = {**os.environ, "PACELINE_LOG": "info"}
+    result = paceline("run", str(script_path), "Hi", *ENGINE, env=env)
+    assert "1 threads (" in result.stderr
+    assert "KV cache 8.0 MiB" in result.stderr

@@ -1,0 +1,191 @@
+"""Law 1: whatever else runs, a request gets the tokens and logprob bits that it gets alone."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.completion import ChoiceBuilder
+from paceline.config import EngineConfig
+from paceline.engine.build import load_model
+from paceline.engine.engine import Engine
+from paceline.types import Delta, Request, SamplingParams
+from tests.tiny import random_model, write_gguf
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # K and V, layers, KV heads, head size, f32, tokens
+FORMATS = ("f32", "q4_0", "q8_0")
+MAX_STEPS = 5000
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request with its place in a schedule: the steps at which it comes and is aborted."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrives_at: int = 0
+    aborted_after: int | None = None
+
+
+Answer = tuple[tuple[int, ...], tuple[bytes, ...], str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("law1")
+
+
+@cache
+def model_path(folder: Path, fmt: str) -> Path:
+    return write_gguf(random_model("llama", seed=11), folder / f"{fmt}.gguf", fmt=fmt)
+
+
+def make_engine(path: Path, **options) -> Engine:
+    return load_model(str(path), EngineConfig(kv_dtype="f32", **options)).engine
+
+
+def answers_of(builders: list[ChoiceBuilder]) -> list[Answer]:
+    """Return tokens, the bits of their logprobs, and the end of each choice."""
+    answers = []
+    for builder in builders:
+        choice = builder.choice()
+        bits = tuple(
+            struct.pack(f"<d{2 * len(item.top)}d", item.logprob, *(x for t in item.top for x in t))
+            for item in choice.logprobs
+        )
+        answers.append((choice.token_ids, bits, choice.finish_reason))
+    return answers
+
+
+def run(engine: Engine, jobs: list[Job]) -> list[list[Answer]]:
+    """Run a schedule to its end; the books close after it."""
+    builders = [[ChoiceBuilder(i, True) for i in range(job.params.n)] for job in jobs]
+
+    def sink(number: int, delta: Delta) -> None:
+        builders[number][delta.index].add(delta)
+
+    for step in range(MAX_STEPS):
+        for number, job in enumerate(jobs):
+            if job.arrives_at == step:
+                request = Request(
+                    id=str(number), prompt_token_ids=job.prompt, params=job.params,
+                    arrival_ns=step,
+                )  # fmt: skip
+                engine.submit(request, lambda delta, number=number: sink(number, delta))
+            if job.aborted_after is not None and job.arrives_at + job.aborted_after == step:
+                engine.abort(str(number))
+        did_work = engine.step()
+        engine.check_integrity()
+        if not did_work and all(job.arrives_at <= step for job in jobs):
+            break
+    else:
+        raise AssertionError("the schedule does not end")
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_live_blocks) == (0, 0, 0)
+    return [answers_of(row) for row in builders]
+
+
+_alone: dict[tuple[Path, Job], list[Answer]] = {}
+_solo_engines: dict[Path, Engine] = {}
+
+
+def alone(path: Path, job: Job) -> list[Answer]:
+    """Return what the job gets with the engine to itself: one thread, whole prompts, a big pool."""
+    key = (path, replace(job, arrives_at=0, aborted_after=None))
+    if key not in _alone:
+        if path not in _solo_engines:
+            _solo_engines[path] = make_engine(
+                path, num_threads=1, kv_memory_bytes=400 * BLOCK_BYTES, max_batched_tokens=256
+            )
+        _alone[key] = run(_solo_engines[path], [key[1]])[0]
+    return _alone[key]
+
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 20),
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 5, 40]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.6]),
+    frequency_penalty=st.sampled_from([0.0, -0.4]),
+    seed=st.integers(0, 5),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    logprobs=st.sampled_from([0, 2]),
+    ignore_eos=st.just(True),
+)
+jobs = st.builds(
+    Job,
+    prompt=st.lists(st.integers(0, 255), min_size=1, max_size=70).map(tuple),
+    params=params,
+    arrives_at=st.integers(0, 25),
+    aborted_after=st.none() | st.none() | st.integers(0, 20),
+)
+engine_options = st.fixed_dictionaries(
+    {
+        "num_threads": st.sampled_from([1, 2]),
+        "max_batched_tokens": st.sampled_from([4, 7, 16, 33, 128]),
+        "max_num_seqs": st.sampled_from([1, 3, 4]),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        # A job can need 6 blocks a choice: the small pools force preemption.
+        "kv_memory_bytes": st.sampled_from([8, 11, 20, 200]).map(lambda n: n * BLOCK_BYTES),
+    }
+)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(options=engine_options, schedule=st.lists(jobs, min_size=1, max_size=7))
+def test_any_schedule_gives_each_request_the_bits_it_gets_alone(folder, fmt, options, schedule):
+    path = model_path(folder, fmt)
+    engine = make_engine(path, **options)
+    results = run(engine, schedule)
+    engine.stop(5)
+    for job, result in zip(schedule, results, strict=True):
+        for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(
+            result, alone(path, job), strict=True
+        ):
+            if end == "abort":
+                assert job.aborted_after is not None
+                assert ids == solo_ids[: len(ids)]
+                assert bits == solo_bits[: len(bits)]
+            else:
+                assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+
+
+def test_a_tiny_pool_preempts_and_still_gives_the_same_bits(folder):
+    path = model_path(folder, "q4_0")
+    schedule = [
+        Job(prompt=tuple(range(i, i + 40)), params=SamplingParams(
+            max_tokens=30, temperature=0.8, seed=i, logprobs=3, ignore_eos=True), arrives_at=i)
+        for i in range(4)
+    ]  # fmt: skip
+    engine = make_engine(
+        path, num_threads=2, max_batched_tokens=16, kv_memory_bytes=9 * BLOCK_BYTES
+    )
+    results = run(engine, schedule)
+    assert engine.stats().num_preemptions > 0
+    assert results == [alone(path, job) for job in schedule]
+    engine.stop(5)
+
+
+def test_every_chunk_size_gives_the_same_bits(folder):
+    path = model_path(folder, "q8_0")
+    job = Job(
+        prompt=tuple(range(100)),
+        params=SamplingParams(max_tokens=8, temperature=0, logprobs=2, ignore_eos=True),
+    )
+    for budget in (1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 99, 100):
+        engine = make_engine(path, num_threads=2, max_batched_tokens=budget, max_num_seqs=1)
+        assert run(engine, [job]) == [alone(path, job)], budget
+        engine.stop(5)

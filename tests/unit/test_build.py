@@ -1,0 +1,38 @@
+"""Names, cache files and sources of a model on disk."""
+
+import pytest
+
+from paceline.engine.build import display_name, packed_cache_path, source_files
+
+
+def test_a_file_is_served_under_its_stem_and_a_folder_under_its_name(tmp_path, monkeypatch):
+    (tmp_path / "tiny.Q4_0.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert display_name("tiny.Q4_0.gguf") == "tiny.Q4_0"
+    assert display_name(".") == tmp_path.name
+    assert display_name("smollm2-135m") == "smollm2-135m"
+    assert display_name("org/model") == "org/model"
+
+
+def test_packed_weights_lie_beside_the_model(tmp_path):
+    assert packed_cache_path(tmp_path) == tmp_path / "paceline.packed"
+    assert packed_cache_path(tmp_path / "a.gguf") == tmp_path / "a.gguf.packed"
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "found"),
+    [
+        (["a.gguf", "b.gguf"], "a.gguf", ["a.gguf"]),
+        (
+            ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b-00001-of-00002.gguf"],
+            "a-00001-of-00002.gguf",
+            ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"],
+        ),
+        (["model-1.safetensors", "config.json", "model-0.safetensors"], ".",
+         ["model-0.safetensors", "model-1.safetensors"]),
+    ],
+)  # fmt: skip
+def test_every_weight_file_of_a_model_is_a_source(tmp_path, names, asked, found):
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in source_files(tmp_path / asked)] == found
