@@ -138,7 +138,9 @@ def cases(draw: st.DrawFn) -> tuple[F64, Options, tuple[int, ...]]:
         repetition=draw(chance([1.0, 1.3, 0.7])),
         presence=draw(chance([0.0, 1.5, -1.0])),
         frequency=draw(chance([0.0, 0.4, -0.3])),
-        bias=list(draw(st.dictionaries(token, chance([-100.0, -2.0, 3.5, 100.0]), max_size=3)).items()),
+        bias=list(
+            draw(st.dictionaries(token, chance([-100.0, -2.0, 3.5, 100.0]), max_size=3)).items()
+        ),
         bad_words=draw(st.lists(st.lists(token, min_size=1, max_size=3), max_size=2)),
         end_ids=draw(st.lists(token, max_size=1)),
         min_tokens=draw(chance([0, 0, 3])),
