@@ -143,7 +143,7 @@ engine_options = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(options=engine_options, schedule=st.lists(jobs, min_size=1, max_size=7))
 def test_any_schedule_gives_each_request_the_bits_it_gets_alone(folder, fmt, options, schedule):
