@@ -50,7 +50,7 @@ def rope_table(rope: RopeTable, num_positions: int) -> F32:
 
 def rms_norm(x: F32, weight: F32, eps: float, heads: int = 1) -> F32:
     """x / sqrt(mean(x²) + eps) * weight over each of `heads` column groups; weight [cols / heads]."""
-    groups = x.reshape(len(x), heads, -1)
+    groups = x.reshape(len(x), heads, x.shape[1] // heads)
     mean = np.mean(groups * groups, axis=2, keepdims=True, dtype=np.float32)
     return (groups / np.sqrt(mean + np.float32(eps)) * weight).reshape(x.shape)
 
