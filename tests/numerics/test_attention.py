@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from program_cases import Runner, Shape, decoder, random_tokens, random_weights
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 from paceline.backends.base import StepInput
 from paceline.backends.native import NativeBackend
