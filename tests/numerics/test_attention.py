@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 from paceline.backends.base import StepInput
 from paceline.backends.native import NativeBackend
 from paceline.backends.reference import ReferenceBackend
 from paceline.errors import BackendError
 from paceline.plan import passes
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 SHAPE = Shape(layers=2, windows=(40, 0), head_dim=32)
 

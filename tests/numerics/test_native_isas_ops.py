@@ -59,7 +59,9 @@ def test_neon_kernels_equal_scalar_ones_under_qemu(tmp_path):
     assert " 0 differences" in run("qemu-aarch64", program)
 
 
-@pytest.mark.parametrize(("cpu", "isas"), [("Nehalem", ["scalar"]), ("Haswell", ["avx2", "scalar"])])
+@pytest.mark.parametrize(
+    ("cpu", "isas"), [("Nehalem", ["scalar"]), ("Haswell", ["avx2", "scalar"])]
+)
 def test_an_older_cpu_gets_older_kernels(cpu, isas):
     """Case CPU-02: no illegal instruction at import, and only what the CPU can run is offered."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":

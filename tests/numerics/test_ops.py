@@ -21,7 +21,7 @@ def run_op(isa, name, inputs, threads=1, **attrs):
     last = (len(inputs) + 1, 0, cols[0] * 4, cols[0], False)
     program = _native.Program(
         num_threads=threads, isa=isa, limits=(rows, rows, 1, 1), kv=(1, 1, 16, 1, 8, "f32"),
-        bounds=(rows, 16), slot_bytes=[rows * s for s in (*strides, strides[0])] + [rows * cols[0] * 4],
+        bounds=(rows, 16), slot_bytes=[rows * s for s in (*strides, strides[0], cols[0] * 4)],
     )  # fmt: skip
     places = [(i, 0, strides[i], cols[i], False) for i in range(len(inputs))]
     for place, x in zip(places, inputs, strict=True):
