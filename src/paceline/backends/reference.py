@@ -38,7 +38,8 @@ def quantize_dequantize(x: F32) -> F32:
     amax = np.abs(groups).max(axis=2, keepdims=True)
     inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
     quants = np.rint(groups * inverse)
-    return (quants * (amax / np.float32(127))).reshape(rows, -1)[:, :cols]
+    dense: F32 = (quants * (amax / np.float32(127))).reshape(rows, -1)
+    return dense[:, :cols]
 
 
 def rope_table(rope: RopeTable, num_positions: int) -> F32:
@@ -51,8 +52,9 @@ def rope_table(rope: RopeTable, num_positions: int) -> F32:
 def rms_norm(x: F32, weight: F32, eps: float, heads: int = 1) -> F32:
     """x / sqrt(mean(x²) + eps) * weight over each of `heads` column groups."""
     groups = x.reshape(len(x), heads, x.shape[1] // heads)
-    mean = np.mean(groups * groups, axis=2, keepdims=True, dtype=np.float32)
-    return (groups / np.sqrt(mean + np.float32(eps)) * weight).reshape(x.shape)
+    mean = (groups * groups).mean(axis=2, keepdims=True, dtype=np.float32)
+    y: F32 = groups / np.sqrt(mean + np.float32(eps)) * weight
+    return y.reshape(x.shape)
 
 
 def rotate(x: F32, heads: int, rope: RopeTable, positions: I32) -> F32:
@@ -179,11 +181,14 @@ def _rope_store(run: _Run, op: Op, q: F32, k: F32, v: F32) -> F32:
 
 
 def _gated_act(run: _Run, op: Op, gate: F32, up: F32) -> F32:
+    y: F32
     if op.attrs["act"] == "silu":
         with np.errstate(over="ignore"):
-            return gate / (1 + np.exp(-gate)) * up
-    inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
-    return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+            y = gate / (1 + np.exp(-gate)) * up
+    else:
+        inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
+        y = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+    return y
 
 
 _OPS: dict[str, Callable[..., F32]] = {
