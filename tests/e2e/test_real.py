@@ -13,7 +13,7 @@ from tests.e2e.live import LiveServer, texts
 pytestmark = pytest.mark.real
 
 MODEL = "smollm2-135m"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Which planet do we live on?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -31,15 +31,12 @@ def llm(path):
 def test_greedy_ids_are_the_golden_ones(llm):
     (completion,) = llm.generate("The capital of France is", GREEDY)
     assert completion.text.startswith(" Paris")
-    assert completion.outputs[0].token_ids[:8] == GOLDEN
-
-
-GOLDEN = ()
+    assert completion.outputs[0].token_ids[:8] == (7042, 30, 198, 198, 504, 2988, 314, 42)
 
 
 def test_a_chat_answers_the_question(llm):
     (completion,) = llm.chat(QUESTION, GREEDY)
-    assert "Paris" in completion.text
+    assert completion.text == "The planet we live on is called Earth."
     assert "<|im_end|>" not in completion.text
 
 
@@ -58,7 +55,7 @@ def test_the_server_chats(path):
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 24}
     answer = server.chat(QUESTION[0]["content"], temperature=0, max_tokens=24)
     text = answer["choices"][0]["message"]["content"]
-    assert "Paris" in text
+    assert "Earth" in text
     assert texts(server.stream("/v1/chat/completions", **body))[0] == text
     server.drain()
     server.close()
@@ -71,5 +68,5 @@ def test_run_answers_from_the_command_line(path):
         [*command, *arguments], capture_output=True, text=True, timeout=120, check=True
     )
     answer = json.loads(result.stdout)
-    assert "Paris" in answer["text"]
+    assert "Earth" in answer["text"]
     assert 0 < answer["timings"]["bandwidth_fraction"] < 1.5
