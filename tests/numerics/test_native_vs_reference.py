@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from program_cases import Runner, Shape, decoder, random_tokens, random_weights
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 from paceline import _native
 from paceline.backends.native import NativeBackend
@@ -53,9 +53,11 @@ def test_quantised_program_equals_its_lowered_plan_in_the_reference(name):
     lowered = lower(plan, {k: w.format for k, w in weights.items()})
     want = run(ReferenceBackend(), lowered, weights, kv_dtype="f32")
     got = run(NativeBackend(num_threads=2), plan, weights, kv_dtype="f32")
-    # A value on the edge between two quants may fall either way: a hundredth of the spread of logits.
-    assert np.abs(got - want).max() < 0.02 * want.std()
-    assert np.abs(got - want).mean() < 1e-3 * want.std()
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    # A value on the edge between two quants may fall either way, and the rows that see it are off by
+    # part of the quantisation's own error (2e-2 here); rows without one agree to float rounding.
+    assert error.max() < 5e-2
+    assert (error < 1e-5).mean() > 0.2
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32"])

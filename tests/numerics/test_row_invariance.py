@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from program_cases import Runner, Shape, decoder, random_tokens, random_weights
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 from paceline.backends.native import NativeBackend
 
 SHAPES = {
     "llama": Shape(),
-    "window and softcap": Shape(windows=(20, 0), softcap=2.0, heads=3, kv_heads=1, head_dim=40),
+    "window and softcap": Shape(windows=(20, 0), softcap=2.0, heads=4, kv_heads=1, head_dim=40),
     "qk-norm": Shape(qk_norm=True, head_dim=64, bias=True, heads=8),
 }
 LENGTHS = (150, 67, 5, 1)
