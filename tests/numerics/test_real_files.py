@@ -13,7 +13,7 @@ import pytest
 from paceline.backends.base import Backend
 from paceline.backends.native import NativeBackend
 from paceline.backends.reference import ReferenceBackend
-from paceline.measure.quality import limits_for, perplexity
+from paceline.measure.quality import compare_logits, limits_for, perplexity, sequence_logits
 from paceline.models.base import build_plan
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -22,6 +22,7 @@ from paceline.weights.tensor import QTensor, dequantize
 from tests.conftest import reference_logits
 
 RealModel = Callable[[str], Path]
+PROSE = "".join(topics.values())  # English that every Python brings along
 # name -> (layers, hidden, heads, KV heads, vocabulary, context, tied, an end id, formats)
 FILES = {
     "smollm2-135m": (30, 576, 9, 3, 49152, 8192, True, 2, {"q4_1", "q8_0", "f32"}),
@@ -105,6 +106,25 @@ def test_smollm2_knows_the_capital_of_france(real_model: RealModel) -> None:
     assert tokenizer.decode([best]).strip() == "Paris"
 
 
+@pytest.mark.real
+def test_native_logits_of_smollm2_stay_close_to_the_float32_reference(
+    real_model: RealModel,
+) -> None:
+    checkpoint = open_checkpoint(real_model("smollm2-135m"))
+    token_ids = build_tokenizer(checkpoint.tokenizer).encode(PROSE[:1000])[:128]
+    kv, limits = limits_for(128, block_size=16, rows=128)
+    native = NativeBackend()
+    native.load(build_plan(checkpoint.config), checkpoint.tensors, kv=kv, limits=limits)
+    try:
+        (logits,) = sequence_logits(native, token_ids, kv=kv, limits=limits)
+        fidelity = compare_logits(reference_logits(checkpoint, token_ids), logits)
+    finally:
+        native.close()
+    # 8-bit activations: KL 0.0034 and agreement 0.96 were measured over 256 tokens.
+    assert fidelity.kl_mean < 0.01
+    assert fidelity.top1_agreement > 0.9
+
+
 def perplexity_on(backend: Backend, checkpoint: Checkpoint, text: str) -> float:
     kv, limits = limits_for(512, block_size=16, rows=256)
     backend.load(build_plan(checkpoint.config), checkpoint.tensors, kv=kv, limits=limits)
@@ -112,20 +132,19 @@ def perplexity_on(backend: Backend, checkpoint: Checkpoint, text: str) -> float:
     return perplexity(backend, token_ids, kv=kv, limits=limits).value
 
 
+# Rounding of activations shifts a token's loss by 0.08 or so either way: over less text than this
+# the mean is not known to 0.5 %.
+@pytest.mark.big
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("name", "num_characters"),
-    [
-        pytest.param("smollm2-135m", 5_000, marks=pytest.mark.real),
-        pytest.param("smollm2-135m", 100_000, marks=pytest.mark.big),
-        pytest.param("qwen2.5-coder-0.5b", 20_000, marks=pytest.mark.big),
-        pytest.param("qwen2.5-coder-1.5b", 10_000, marks=pytest.mark.big),
-    ],
+    [("smollm2-135m", 100_000), ("qwen2.5-coder-0.5b", 20_000), ("qwen2.5-coder-1.5b", 10_000)],
 )
 def test_native_perplexity_is_within_half_a_percent_of_the_float32_reference(
     name: str, num_characters: int, real_model: RealModel
 ) -> None:
     checkpoint = open_checkpoint(real_model(name))
-    text = "".join(topics.values())[:num_characters]  # English that every Python brings along
+    text = PROSE[:num_characters]
     reference = perplexity_on(ReferenceBackend(), checkpoint, text)
     assert 2 < reference < 60
     native = NativeBackend()
