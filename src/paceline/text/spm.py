@@ -41,14 +41,16 @@ class SentencePiece:
         self._id_of_byte = {value: i for i, value in self._byte_of.items()}
         self._ids = _pieces(vocabulary)
         self._special_ids = frozenset(vocabulary.special.values())
-        user_defined = {t.replace(SPACE, " "): i for t, i in vocabulary.user_defined.items()}
+        user_defined = {t.replace(" ", SPACE): i for t, i in vocabulary.user_defined.items()}
+        special = {t.replace(" ", SPACE): i for t, i in vocabulary.special.items()}
         self._plain = Literals(user_defined)
-        self._special = Literals({**user_defined, **vocabulary.special})
+        self._special = Literals({**user_defined, **special})
         self._boundary = _word_boundary(tokens)
         self._words: dict[str, list[int]] = {}
 
     def encode(self, text: str, *, parse_special: bool, cuts: Sequence[int]) -> list[int]:
         literals = self._special if parse_special else self._plain
+        text = text.replace(" ", SPACE)
         ids: list[int] = []
         position = 0
         # As llama.cpp does, text behind a special token begins like the start of a text.
@@ -73,9 +75,10 @@ class SentencePiece:
         return text.encode("utf-8", errors="replace")
 
     def _encode_ordinary(self, text: str, ids: list[int], *, prefix: bool) -> None:
-        escaped = (SPACE if prefix else "") + text.replace(" ", SPACE)
+        """Append the ids of text that has its spaces replaced."""
+        text = SPACE + text if prefix else text
         words = self._words
-        for word in self._boundary.split(escaped) if self._boundary else (escaped,):
+        for word in self._boundary.split(text) if self._boundary else (text,):
             known = words.get(word)
             ids += self._encode_word(word) if known is None else known
 
