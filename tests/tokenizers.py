@@ -90,3 +90,31 @@ def hf_data(data: GGUFTokenizerData, config: Mapping[str, Any] | None = None) ->
             added = AddedToken(text, special=kind == CONTROL, normalized=False)
             tokenizer.add_tokens([added])
     return HFTokenizerData(json=tokenizer.to_str().encode(), config=config or {})
+
+
+def hf_spm_data() -> HFTokenizerData:
+    """Return a tokenizer.json in the manner of Llama 2: spaces as signs, bytes, a begin token."""
+    from tokenizers import AddedToken, decoders, normalizers, processors
+
+    tokens, merges = _trained("spaces")
+    head = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)]]
+    vocab = {token: i for i, token in enumerate([*head, *tokens])}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    model = models.BPE(vocab, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in head[:3]])
+    return HFTokenizerData(json=tokenizer.to_str().encode(), config={"bos_token": "<s>"})

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from paceline.text.stream_decoder import StopMatcher
 from paceline.text.tokenizer import Tokenizer, build_tokenizer
-from tests.tokenizers import bpe_data, hf_data, spm_data
+from tests.tokenizers import bpe_data, hf_data, hf_spm_data, spm_data
 
 TOKENIZERS = {
     "bpe": build_tokenizer(bpe_data()),
     "spm": build_tokenizer(spm_data()),
     "spm without prefix": build_tokenizer(spm_data(add_space_prefix=False)),
     "hf": build_tokenizer(hf_data(bpe_data())),
+    "hf with spaces": build_tokenizer(hf_spm_data()),
 }
 IDS = st.lists(st.integers(-1, 1000), max_size=60)
 

@@ -10,7 +10,7 @@ from paceline.text.pretokenizers import PRE_TOKENIZERS
 from paceline.text.tokenizer import Tokenizer, build_tokenizer
 from paceline.weights.checkpoint import HFTokenizerData
 from tests.texts import glued, hard_texts
-from tests.tokenizers import SPECIAL, UNUSED, USER_DEFINED, bpe_data, hf_data, spm_data
+from tests.tokenizers import SPECIAL, UNUSED, USER_DEFINED, bpe_data, hf_data, hf_spm_data, spm_data
 
 BPE = build_tokenizer(bpe_data())
 HF = build_tokenizer(hf_data(bpe_data()))
@@ -123,6 +123,18 @@ def test_hf_config_adds_the_begin_token_that_it_names() -> None:
     tokenizer = build_tokenizer(hf_data(bpe_data(), config))
     assert tokenizer.bos_id == 1
     assert tokenizer.encode("hi")[0] == 1
+
+
+def test_a_llama_like_tokenizer_json_encodes_and_decodes_as_the_library_does() -> None:
+    data = hf_spm_data()
+    library = Library.from_str(data.json.decode())
+    tokenizer = build_tokenizer(data)
+    assert (tokenizer.bos_id, tokenizer.adds_bos) == (1, True)
+    for text in hard_texts():
+        library.encode_special_tokens = True
+        ids = tokenizer.encode(text)
+        assert ids == library.encode(text).ids
+        assert tokenizer.decode(ids) == library.decode(ids)
 
 
 def test_hf_markers_are_not_matched_across_a_cut() -> None:
