@@ -190,7 +190,7 @@ def test_an_error_carries_the_templates_own_message(source: str, message: str) -
 
 
 def test_a_missing_template_says_how_to_give_one() -> None:
-    with pytest.raises(TemplateError, match="no chat template.*--chat-template"):
+    with pytest.raises(TemplateError, match=r"no chat template.*--chat-template"):
         ChatTemplate("")
 
 
