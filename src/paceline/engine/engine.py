@@ -22,6 +22,7 @@ from paceline.engine.sampler import (
 )
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State, StreamDecoder
+from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
@@ -41,35 +42,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special: bool = ...) -> list[int]: ...
 
     def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """State of the engine between two steps; the last three only ever grow."""
-
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_live_blocks: int
-    num_cached_blocks: int
-    num_blocks: int
-    num_preemptions: int
-    num_steps: int
-    num_generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one step did, and where its time went."""
-
-    num_tokens: int = 0
-    num_seqs: int = 0
-    num_prefill_tokens: int = 0
-    schedule_s: float = 0.0
-    build_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    commit_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -433,6 +405,9 @@ class Engine:
         max_len = min(self.max_model_len, self._num_pool_tokens)
         if params.max_tokens is not None:
             max_len = min(max_len, num_prompt + params.max_tokens)
+        end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_ids |= self._eos_ids
         arrival_ns = request.arrival_ns or self._clock()
         choices = [
             Sequence(
@@ -448,7 +423,7 @@ class Engine:
                 matcher=StopMatcher(params.stop, params.include_stop_str_in_output)
                 if params.stop
                 else None,
-                eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
+                end_ids=end_ids,
                 arrival_ns=arrival_ns,
             )
             for index in range(params.n)
