@@ -41,7 +41,7 @@ inline f32x4 exp4(f32x4 x) {
   i32x4 exponent = (bits - 0x4b400000 + 127) << 23;
   f32x4 power;
   std::memcpy(&power, &exponent, sizeof power);
-  return x < splat(-87.0f) ? splat(0.0f) : p * power;
+  return x >= splat(-87.0f) ? p * power : splat(0.0f);
 }
 
 uint64_t mix(uint64_t z) {  // SplitMix64, Steele 2014
@@ -277,7 +277,7 @@ Choice Sampler::sample(const float* logits, const SamplerState& state) {
     logits_.assign(logits, logits + vocab_);
     state.process(logits_.data(), vocab_);
     x = logits_.data();
-    scan(x);
+    if (!scan(x)) return choice;
   }
   if (max_ == -INFINITY) {
     choice.token = kAllForbidden;
