@@ -89,7 +89,7 @@ def alone(request: Request) -> list[tuple[object, ...]]:
     return outcomes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(schedules())
 def test_every_choice_equals_its_run_alone_and_the_books_close(schedule: Schedule) -> None:
     engine = make_engine(max_model_len=MAX_LEN, **schedule.engine)
