@@ -103,8 +103,6 @@ class Engine:
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
-    # -- any thread ------------------------------------------------------------------------------
-
     def check(self, request: Request) -> None:
         """Raise ParameterError or PromptTooLongError if the engine cannot run `request`."""
         params = request.params
@@ -122,8 +120,7 @@ class Engine:
         """
         self.check(request)
         with self._wakeup:
-            if self._is_stopping:
-                raise PacelineError("the engine has stopped: start another one")
+            self._require_open()
             if request.id in self._ids:
                 raise ParameterError(
                     f"a request with id {request.id!r} is running: choose another id", param="id"
@@ -134,12 +131,17 @@ class Engine:
             self._num_sequences += request.params.n
         try:
             sequences = self._sequences(request, request_number, first_number)
+            with self._wakeup:
+                self._require_open()
+                self._inbox.append(_Live(request, sink, sequences))
+                self._wakeup.notify()
         except BaseException:
             self._ids.discard(request.id)
             raise
-        with self._wakeup:
-            self._inbox.append(_Live(request, sink, sequences))
-            self._wakeup.notify()
+
+    def _require_open(self) -> None:
+        if self._is_stopping:
+            raise PacelineError("the engine has stopped: start another one")
 
     def abort(self, request_id: str) -> None:
         """End all choices of a request before the next step; unknown and ended ids are ignored."""
@@ -177,8 +179,6 @@ class Engine:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("the engine's step did not end within %.1f s", timeout_s)
-
-    # -- the engine's thread ---------------------------------------------------------------------
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to run."""
@@ -322,8 +322,6 @@ class Engine:
                 self._send(live, delta)
             else:
                 self._end(seq, text=text, token_ids=(token_id,), logprobs=logprobs)
-
-    # -- ends ------------------------------------------------------------------------------------
 
     def _end(
         self,
