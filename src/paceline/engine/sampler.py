@@ -25,7 +25,7 @@ class SamplerState(Protocol):
 class Encoder(Protocol):
     """The part of a tokenizer that the sampler needs."""
 
-    def encode(self, text: str, add_special: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
 
 
 def mix(seed: int, number: int) -> int:
