@@ -12,9 +12,11 @@ namespace {
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // Returns ids, and for each row (logprob, rank, [(id, logprob), ...]) or None.
-nb::tuple sample(Sampler& sampler, Logits logits, const std::vector<int>& rows, const std::vector<SamplerState*>& states) {
+nb::tuple sample(Sampler& sampler, Logits logits, const std::vector<int>& rows,
+                 const std::vector<SamplerState*>& states) {
   if (rows.size() != states.size()) throw nb::value_error("rows and states differ in length");
-  if (size_t(sampler.vocab()) > logits.shape(1)) throw nb::value_error("the logits have fewer columns than the vocabulary");
+  if (size_t(sampler.vocab()) > logits.shape(1))
+    throw nb::value_error("the logits have fewer columns than the vocabulary");
   for (int row : rows)
     if (row < 0 || size_t(row) >= logits.shape(0)) throw nb::index_error("row out of range");
   std::vector<Choice> choices(rows.size());

@@ -41,7 +41,7 @@ inline f32x4 exp4(f32x4 x) {
   i32x4 exponent = (bits - 0x4b400000 + 127) << 23;
   f32x4 power;
   std::memcpy(&power, &exponent, sizeof power);
-  return x < splat(-87.0f) ? splat(0.0f) : p * power;
+  return x >= splat(-87.0f) ? p * power : splat(0.0f);
 }
 
 uint64_t mix(uint64_t z) {  // SplitMix64, Steele 2014
@@ -80,8 +80,8 @@ void SamplerState::process(float* logits, int vocab) const {
       if (id < vocab) logits[id] = -INFINITY;
   for (const auto& word : options_.bad_words) {
     size_t prefix = word.size() - 1;
-    if (word.back() < vocab && prefix <= output_.size() && std::equal(word.begin(), word.end() - 1, output_.end() - prefix))
-      logits[word.back()] = -INFINITY;
+    if (word.back() >= vocab || prefix > output_.size()) continue;
+    if (std::equal(word.begin(), word.end() - 1, output_.end() - prefix)) logits[word.back()] = -INFINITY;
   }
   for (const auto& [id, count] : counts_) {
     if (id >= vocab) continue;
@@ -175,7 +175,11 @@ void Sampler::gather_top(const float* x, int count) {
 // are added up by ranges of the key, so that only the range where the share is reached has to be sorted.
 void Sampler::keep_mass(double target) {
   constexpr int kShift = 19, kRanges = 1 << (31 - kShift);  // 16 ranges an octave
-  auto range = [](const Candidate& c) { uint32_t bits; std::memcpy(&bits, &c.key, sizeof bits); return (bits & 0x7fffffff) >> kShift; };
+  auto range = [](const Candidate& c) {
+    uint32_t bits;
+    std::memcpy(&bits, &c.key, sizeof bits);
+    return (bits & 0x7fffffff) >> kShift;
+  };
   range_mass_.assign(kRanges, 0);
   for (const Candidate& c : candidates_) range_mass_[range(c)] += c.weight;
   double mass = 0;
@@ -229,7 +233,8 @@ int Sampler::draw_filtered(const float* x, const SamplingOptions& o, double u) {
     gather_top(x, o.top_k);
     total_ = 0;
     for (Candidate& c : candidates_) total_ += c.weight = exp4((splat(c.logit) - splat(max_)) * splat(inv))[0];
-    std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    auto by_id = [](const Candidate& a, const Candidate& b) { return a.id < b.id; };
+    std::sort(candidates_.begin(), candidates_.end(), by_id);
   } else {
     weigh(x, inv);
     // All tokens lighter than this weigh less than 1 - top_p together: none of them can be kept.
@@ -277,7 +282,7 @@ Choice Sampler::sample(const float* logits, const SamplerState& state) {
     logits_.assign(logits, logits + vocab_);
     state.process(logits_.data(), vocab_);
     x = logits_.data();
-    scan(x);
+    if (!scan(x)) return choice;
   }
   if (max_ == -INFINITY) {
     choice.token = kAllForbidden;

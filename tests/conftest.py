@@ -18,13 +18,16 @@ from paceline.weights.checkpoint import Checkpoint
 
 @pytest.fixture(scope="session")
 def real_model() -> Callable[[str], Path]:
-    """`real_model(name)` is the path of a pulled catalogue model; skips where there is none."""
+    """`real_model(name)` is the path of a pulled catalogue model; skips where it cannot be had.
+
+    SmolLM2 is pulled if need be; larger models are used only where they already are.
+    """
 
     def find(name: str) -> Path:
         from paceline.catalog import resolve
 
         try:
-            return resolve(name)
+            return resolve(name, pull=name == "smollm2-135m")
         except PacelineError as error:
             pytest.skip(f"{name} is not here: run `paceline pull {name}` ({error})")
 

@@ -32,7 +32,7 @@ template <Format f> void quant_row(const uint8_t* panel, int lane, int k, float 
     if constexpr (S::scaling == Scaling::halves_min) {
       for (int h = 0; h < 2; h++) min[h] = lane_of(s.m, lane) * float(lane_of(s.min[h], lane));
     }
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int j = 0; j < 8; j++) {
       store64(block, source.block(g, j));
       for (int i = 0; i < 4; i++) {

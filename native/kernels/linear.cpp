@@ -1,5 +1,5 @@
 // linear: out = x @ W.T + bias + residual over one to three weights. An item of work is one panel times one block of rows
-// that fits the cache; few rows read the packed weight once, many unpack each panel to scratch first.
+// that fits the cache. One row reads the packed panel and unpacks in registers; more rows unpack it to scratch first.
 #include "kernels/linear_tile.h"
 
 namespace paceline::PL_ISA {
@@ -24,21 +24,21 @@ template <Format f> constexpr Tiles float_tiles() {
 }
 
 struct FormatKernels {
-  Tiles packed, unpacked;
-  void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel always
+  Tile packed;  // one row
+  void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel
+  Tiles tiles;
   size_t unpacked_group_bytes;
 };
 template <Format f> constexpr FormatKernels quantised() {
   using S = ShapeOf<f>;
-  return {quant_tiles<Packed<f>>(), quant_tiles<Unpacked<S>>(), unpack_panel<f>, sizeof(UnpackedGroup<S>)};
+  return {quant_tile<Packed<f>, 1>, unpack_panel<f>, quant_tiles<Unpacked<S>>(), sizeof(UnpackedGroup<S>)};
 }
-template <Format f> constexpr FormatKernels floating() { return {float_tiles<f>(), float_tiles<f>(), nullptr, 0}; }
+template <Format f> constexpr FormatKernels floating() { return {nullptr, nullptr, float_tiles<f>(), 0}; }
 
 #if defined(PL_ISA_avx512bf16)
 constexpr bool kRoundsRows = true;
 constexpr FormatKernels bfloat() {
-  constexpr Tiles tiles{{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}};
-  return {tiles, tiles, nullptr, 0};
+  return {nullptr, nullptr, {{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}}, 0};
 }
 #else
 constexpr bool kRoundsRows = false;
@@ -120,13 +120,15 @@ void run_panel(const Op& op, const Panel& p, const uint8_t* x, size_t x_stride, 
   a.residual = op.in[1].data ? op.in[1].data + begin * op.in[1].stride + size_t(p.column) * sizeof(float) : nullptr;
   a.residual_stride = op.in[1].stride;
   a.lanes = left < kPanel ? left : kPanel;
-  if (rows <= kTileRows || !kernels.unpack) {
-    run_tiles(kernels.packed, a, rows);
+  if (rows == 1 && kernels.packed) {
+    kernels.packed(a);
     return;
   }
-  kernels.unpack(a.weight, w.k / kGroup, scratch);
-  a.weight = scratch;
-  run_tiles(kernels.unpacked, a, rows);
+  if (kernels.unpack) {
+    kernels.unpack(a.weight, w.k / kGroup, scratch);
+    a.weight = scratch;
+  }
+  run_tiles(kernels.tiles, a, rows);
 }
 
 // Panels a thread takes at once: few rows stream, in long runs of memory; many rows want an even end.

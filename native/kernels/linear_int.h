@@ -4,6 +4,13 @@
 #include "kernels/linear_layout.h"
 #include "simd.h"
 
+// Short loops over registers; the scalar kernels are read and compiled, not tuned.
+#ifdef PL_ISA_scalar
+#define PL_UNROLL
+#else
+#define PL_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 namespace paceline::PL_ISA {
 
 #if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)

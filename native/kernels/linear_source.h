@@ -101,7 +101,7 @@ template <Format f> void unpack_panel(const uint8_t* panel, int num_groups, uint
   const Packed<f> source(panel, num_groups);
   auto* out = (UnpackedGroup<ShapeOf<f>>*)scratch;
   for (int g = 0; g < num_groups; g++) {
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int j = 0; j < 8; j++) store64(out[g].q + 64 * j, source.block(g, j));
     out[g].scales = source.scales_of(g);
   }

@@ -64,13 +64,13 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
   using shape = typename Source::shape;
   constexpr int limit = blocks_in_16_bits(shape::bits), span = shape::has_halves && limit > 4 ? 4 : limit;
   const i32x16 ones{_mm256_set1_epi16(1), _mm256_set1_epi16(1)};
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int begin = 0; begin < 8; begin += span) {
     i32x16 pairs[T];
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int j = begin; j < begin + span; j++) {
       const u8x64 block = w.block(g, j);
-#pragma GCC unroll 8
+      PL_UNROLL
       for (int t = 0; t < T; t++) {
         const __m256i four = broadcast4(x.q(t, g) + 4 * j);
         i32x16 p;
@@ -79,7 +79,7 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
         pairs[t] = j == begin ? p : add16(pairs[t], p);
       }
     }
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) {
       i32x16 p;
       if constexpr (shape::has_halves) p = madd(pairs[t], s.scale[begin / 4]);
@@ -90,7 +90,7 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
   if constexpr (shape::zero != 0) {
     i32x16 factor{_mm256_set1_epi16(-shape::zero), _mm256_set1_epi16(-shape::zero)};
     if constexpr (shape::has_halves) factor = both_halves(s.scale, -shape::zero);
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) ia[t] = add(ia[t], madd(factor, broadcast4(x.half_sum(t, g))));
   }
 }
@@ -111,21 +111,21 @@ constexpr int kTileRows = 1;
 template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w, const Q8Rows& x, int g, const S& s, i32x16 (&ia)[T]) {
   using shape = typename Source::shape;
   constexpr int parts = shape::has_halves ? 2 : 1, blocks = 8 / parts;
-#pragma GCC unroll 2
+  PL_UNROLL
   for (int part = 0; part < parts; part++) {
     i32x16 sum[T];
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) {
       const int16_t* h = x.half_sum(t, g);
       sum[t] = set1_i32(shape::zero == 0 ? 0 : -shape::zero * (parts == 2 ? h[part] : h[0] + h[1]));
     }
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int j = part * blocks; j < (part + 1) * blocks; j++) {
       const u8x64 block = w.block(g, j);
-#pragma GCC unroll 8
+      PL_UNROLL
       for (int t = 0; t < T; t++) sum[t] = dot4(sum[t], block, x.q(t, g) + 4 * j);
     }
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) {
       if constexpr (shape::has_halves) sum[t] = mul(sum[t], s.scale[part]);
       ia[t] = part == 0 ? sum[t] : add(ia[t], sum[t]);
@@ -145,13 +145,13 @@ template <class Source, int T> void quant_tile(const TileArgs& a) {
   const Source w(a.weight, groups);
   const Q8Rows x(a);
   f32x16 acc[T];
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int t = 0; t < T; t++) acc[t] = set1(0.0f);
   for (int g = 0; g < groups; g++) {
     const auto& s = w.scales_of(g);
     i32x16 ia[T];
     dot_group<T>(w, x, g, s, ia);
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) {
       const f32x16 xs = set1(x.scale(t, g));
       acc[t] = fma(to_float(ia[t]), mul(s.d, xs), acc[t]);
@@ -159,17 +159,17 @@ template <class Source, int T> void quant_tile(const TileArgs& a) {
       if constexpr (shape::scaling == Scaling::halves_min) acc[t] = fma(to_float(dot_min(x, t, g, s)), mul(s.m, xs), acc[t]);
     }
   }
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int t = 0; t < T; t++) finish(a, t, acc[t]);
 }
 
 // ---- float weights: acc = fma(w, x, acc) along k -------------------------------------------------------------------
 template <Format f, int T> void float_tile(const TileArgs& a) {
   f32x16 acc[T];
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int t = 0; t < T; t++) acc[t] = set1(0.0f);
   auto step = [&](f32x16 w, int k) __attribute__((always_inline)) {
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) acc[t] = fma(w, set1(((const float*)(a.x + t * a.x_stride))[k]), acc[t]);
   };
   for (int k = 0; k < a.k; k++) {
@@ -181,7 +181,7 @@ template <Format f, int T> void float_tile(const TileArgs& a) {
       step(load_bf16_pair((const uint16_t*)a.weight + size_t(k / 2) * 32, k % 2), k);
     }
   }
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int t = 0; t < T; t++) finish(a, t, acc[t]);
 }
 
@@ -189,18 +189,18 @@ template <Format f, int T> void float_tile(const TileArgs& a) {
 // The exception to equal bits on every ISA: x is bfloat16 (rows made by round_rows), two products a step.
 template <int T> void bf16_tile(const TileArgs& a) {
   f32x16 acc[T];
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int t = 0; t < T; t++) acc[t] = set1(0.0f);
   for (int k = 0; k < a.k; k += 2) {
     const __m512bh w = (__m512bh)_mm512_loadu_si512(a.weight + size_t(k) * 32);
-#pragma GCC unroll 8
+    PL_UNROLL
     for (int t = 0; t < T; t++) {
       int pair;
       std::memcpy(&pair, a.x + t * a.x_stride + size_t(k) * 2, 4);
       acc[t].v = _mm512_dpbf16_ps(acc[t].v, w, (__m512bh)_mm512_set1_epi32(pair));
     }
   }
-#pragma GCC unroll 8
+  PL_UNROLL
   for (int t = 0; t < T; t++) finish(a, t, acc[t]);
 }
 #endif

@@ -11,7 +11,7 @@ ENVIRONMENT = "PACELINE_NUM_THREADS"
 
 
 def resolve_num_threads(explicit: int | None) -> tuple[int, str]:
-    """Return (threads, reason): `explicit` as it is, else PACELINE_NUM_THREADS, else the default."""
+    """Return (threads, reason): `explicit`, else PACELINE_NUM_THREADS, else the default."""
     if explicit is not None:
         return _checked(explicit, "num_threads"), "set explicitly"
     text = os.environ.get(ENVIRONMENT, "").strip()
@@ -29,10 +29,10 @@ def resolve_num_threads(explicit: int | None) -> tuple[int, str]:
 def default_num_threads(root: Path = Path("/")) -> tuple[int, str]:
     """Return (threads, reason): the affinity mask, within the cgroup's CPU quota; at least 1.
 
-    A quota of 1.5 CPUs is 1 thread: a second one would be throttled half of the time, and the first
-    would wait for it at every op. `root` is where /proc and /sys lie.
+    A quota of 1.5 CPUs is 1 thread: a second one would be throttled half of the time, and the
+    first would wait for it at every op. `root` is where /proc and /sys lie.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     quota = cgroup_quota(root)
     if quota is not None and quota < cores:
         return max(1, int(quota)), f"cgroup quota of {quota:g} CPUs"
@@ -42,8 +42,8 @@ def default_num_threads(root: Path = Path("/")) -> tuple[int, str]:
 def cgroup_quota(root: Path = Path("/")) -> float | None:
     """Return the least CPU quota of this process's cgroup and its parents, in CPUs; None: no limit.
 
-    Reads cgroup v2 (`cpu.max`) and v1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`). In a container the
-    path in /proc/self/cgroup may not exist below the mount: then what does exist above it counts.
+    Reads cgroup v2 (`cpu.max`) and v1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`). In a container
+    the path in /proc/self/cgroup may not exist below the mount: then what exists above it counts.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -47,6 +47,7 @@ def model_path(folder: Path, fmt: str) -> Path:
 
 
 def make_engine(path: Path, **options) -> Engine:
+    options = {"kv_memory_bytes": 400 * BLOCK_BYTES, **options}
     return load_model(str(path), EngineConfig(kv_dtype="f32", **options)).engine
 
 
@@ -91,19 +92,18 @@ def run(engine: Engine, jobs: list[Job]) -> list[list[Answer]]:
     return [answers_of(row) for row in builders]
 
 
-_alone: dict[tuple[Path, Job], list[Answer]] = {}
+_alone: dict[tuple[Path, str], list[Answer]] = {}
 _solo_engines: dict[Path, Engine] = {}
 
 
 def alone(path: Path, job: Job) -> list[Answer]:
     """Return what the job gets with the engine to itself: one thread, whole prompts, a big pool."""
-    key = (path, replace(job, arrives_at=0, aborted_after=None))
+    job = replace(job, arrives_at=0, aborted_after=None)
+    key = (path, repr(job))
     if key not in _alone:
         if path not in _solo_engines:
-            _solo_engines[path] = make_engine(
-                path, num_threads=1, kv_memory_bytes=400 * BLOCK_BYTES, max_batched_tokens=256
-            )
-        _alone[key] = run(_solo_engines[path], [key[1]])[0]
+            _solo_engines[path] = make_engine(path, num_threads=1, max_batched_tokens=256)
+        _alone[key] = run(_solo_engines[path], [job])[0]
     return _alone[key]
 
 
@@ -143,7 +143,7 @@ engine_options = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(options=engine_options, schedule=st.lists(jobs, min_size=1, max_size=7))
 def test_any_schedule_gives_each_request_the_bits_it_gets_alone(folder, fmt, options, schedule):

@@ -56,9 +56,16 @@ def decoder(shape: Shape) -> Plan:
             k = plan.rms_norm(k, f"{i}.k_norm", eps, heads=shape.kv_heads)
         q, k = plan.rope(q, shape.heads, rope), plan.rope(k, shape.kv_heads, rope)
         h = plan.attention(
-            q, k, v, layer=i, heads=shape.heads, kv_heads=shape.kv_heads, scale=shape.head_dim**-0.5,
-            window=shape.windows[i % len(shape.windows)], softcap=shape.softcap,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            layer=i,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            scale=shape.head_dim**-0.5,
+            window=shape.windows[i % len(shape.windows)],
+            softcap=shape.softcap,
+        )
         h = plan.linear(h, f"{i}.o", shape.hidden)
         x = plan.add(x, plan.rms_norm(h, f"{i}.post1", eps) if shape.post_norm else h)
         h = plan.rms_norm(x, f"{i}.norm2", eps)
@@ -98,8 +105,14 @@ def random_weights(plan: Plan, shape: Shape, fmt: str = "f32", seed: int = 0) ->
             cols = op.out.cols // op.attrs["heads"]
             weights[op.weights[0]] = f32_tensor(1 + 0.1 * rng.standard_normal(cols))
         elif op.name in ("linear", "embed"):
-            rows, k = (shape.vocab, op.out.cols) if op.name == "embed" else (op.out.cols, op.inputs[0].cols)
-            weights[op.weights[0]] = make((rng.standard_normal((rows, k)) * k**-0.5).astype(np.float32))
+            rows, k = (
+                (shape.vocab, op.out.cols)
+                if op.name == "embed"
+                else (op.out.cols, op.inputs[0].cols)
+            )
+            weights[op.weights[0]] = make(
+                (rng.standard_normal((rows, k)) * k**-0.5).astype(np.float32)
+            )
             for bias in op.attrs.get("biases", ()):
                 if bias:
                     weights[bias] = f32_tensor(0.1 * rng.standard_normal(op.out.cols))
@@ -133,8 +146,11 @@ class Runner:
         per_seq = -(-max_len // block_size)
         kv = KVSpec(num_blocks=per_seq * num_seqs, block_size=block_size, dtype=kv_dtype)
         limits = StepLimits(
-            max_tokens=max_tokens, max_logit_rows=max_tokens, max_seqs=num_seqs, max_blocks_per_seq=per_seq
-        )  # fmt: skip
+            max_tokens=max_tokens,
+            max_logit_rows=max_tokens,
+            max_seqs=num_seqs,
+            max_blocks_per_seq=per_seq,
+        )
         backend.load(plan, weights, kv=kv, limits=limits)
         runner = cls(backend, kv, per_seq)
         blocks = np.random.default_rng(seed).permutation(kv.num_blocks).reshape(num_seqs, per_seq)
@@ -148,8 +164,8 @@ class Runner:
     ) -> dict[int, np.ndarray]:
         """Run one step; returns the logits of each sequence's rows.
 
-        `chunks` are (sequence, next tokens). `trees` give a sequence's chunk (positions relative to its
-        context, ancestor masks) and do not lengthen it.
+        `chunks` are (sequence, next tokens). `trees` give a sequence's chunk (positions relative to
+        its context, ancestor masks) and do not lengthen it.
         """
         chunks, trees = list(chunks), trees or {}
         tokens, positions, slots, seqs, tables, masks = [], [], [], [], [], []
@@ -165,16 +181,25 @@ class Runner:
             masks += mask
             if seq not in trees:
                 self.lengths[seq] = ctx + len(new)
+
         def i32(x):
             return np.array(x, np.int32)
 
         logits = self.backend.forward(
             StepInput(
-                i32(tokens), i32(positions), i32(slots), i32(seqs), i32(tables),
-                np.arange(len(tokens), dtype=np.int32), np.array(masks, np.uint64) if trees else None,
-            )  # fmt: skip
+                i32(tokens),
+                i32(positions),
+                i32(slots),
+                i32(seqs),
+                i32(tables),
+                np.arange(len(tokens), dtype=np.int32),
+                np.array(masks, np.uint64) if trees else None,
+            )
         ).logits
-        return {seq: logits[first : first + n].copy() for (seq, _), (first, n, _) in zip(chunks, seqs, strict=True)}
+        return {
+            seq: logits[first : first + n].copy()
+            for (seq, _), (first, n, _) in zip(chunks, seqs, strict=True)
+        }
 
     def restart(self, seq: int) -> None:
         self.lengths[seq] = 0

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 from paceline import _native
 from paceline.backends.native import NativeBackend
 from paceline.backends.reference import ReferenceBackend
 from paceline.plan.passes import lower
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 SHAPES = {
     "llama": Shape(),
@@ -15,7 +15,8 @@ SHAPES = {
     "qwen2 biases": Shape(heads=6, kv_heads=3, bias=True),
     "qwen3 qk-norm": Shape(qk_norm=True, head_dim=48),
     "gemma": Shape(
-        qk_norm=True, post_norm=True, act="gelu_tanh", windows=(24, 0), embed_scale=8.0, head_dim=256, kv_heads=1
+        qk_norm=True, post_norm=True, act="gelu_tanh", windows=(24, 0), embed_scale=8.0,
+        head_dim=256, kv_heads=1,
     ),
     "soft-capping": Shape(softcap=2.0, logit_softcap=3.0),
     "head of 72, partial rope": Shape(head_dim=72, rope_dims=24),
@@ -29,7 +30,12 @@ def run(backend, plan, weights, *, kv_dtype, block_size=16, seed=3, vocab=33):
     runner = Runner.load(backend, plan, weights, kv_dtype=kv_dtype, block_size=block_size)
     rng = np.random.default_rng(seed)
     out = []
-    for chunks in ([(0, 150), (1, 3)], [(1, 70), (2, 1)], [(0, 1), (1, 1), (2, 1), (3, 20)], [(3, 1), (0, 2)]):
+    for chunks in (
+        [(0, 150), (1, 3)],
+        [(1, 70), (2, 1)],
+        [(0, 1), (1, 1), (2, 1), (3, 20)],
+        [(3, 1), (0, 2)],
+    ):
         step = runner.step([(seq, random_tokens(rng, n, vocab)) for seq, n in chunks])
         out += [step[seq] for seq, _ in chunks]
     return np.concatenate(out)
@@ -54,8 +60,8 @@ def test_quantised_program_equals_its_lowered_plan_in_the_reference(name):
     want = run(ReferenceBackend(), lowered, weights, kv_dtype="f32")
     got = run(NativeBackend(num_threads=2), plan, weights, kv_dtype="f32")
     error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
-    # A value on the edge between two quants may fall either way, and the rows that see it are off by
-    # part of the quantisation's own error (2e-2 here); rows without one agree to float rounding.
+    # A value on the edge between two quants may fall either way, and the rows that see it are off
+    # by part of the quantisation's own error (2e-2 here); others agree to float rounding.
     assert error.max() < 5e-2
     assert (error < 1e-5).mean() > 0.2
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 from paceline.backends.native import NativeBackend
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 SHAPES = {
     "llama": Shape(),
@@ -49,7 +49,9 @@ def same_bits(got, want):
 @pytest.mark.parametrize("block_size", [16, 48, 64])
 def test_random_ragged_schedules_give_the_bits_of_the_run_alone(model, threads, block_size):
     plan, weights, prompts, alone = model
-    runner = Runner.load(NativeBackend(threads), plan, weights, block_size=block_size, seed=block_size)
+    runner = Runner.load(
+        NativeBackend(threads), plan, weights, block_size=block_size, seed=block_size
+    )
     rng = np.random.default_rng(threads * 100 + block_size)
     for _ in range(3):
         parts = {i: [] for i in range(len(prompts))}

@@ -236,6 +236,17 @@ def test_tiny_temperatures_are_greedy() -> None:
             assert native_choice(logits, options) == greedy
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e38, float("inf")])
+def test_huge_temperatures_draw_any_allowed_token(temperature: float) -> None:
+    logits = random_logits(1, 70)
+    logits[5] = -np.inf
+    options = {"temperature": temperature, "bad_words": [[0]]}
+    seen = {native_choice(logits, Options(seed=seed, **options)) for seed in range(600)}
+    assert len(seen) > 60
+    assert not seen & {0, 5, -1, -2}
+    assert max(seen) < 70
+
+
 def test_off_values_of_top_k_reach_the_whole_vocabulary_and_one_token_when_it_is_one() -> None:
     logits = np.zeros(50)
     seen = {native_choice(logits, Options(seed=seed)) for seed in range(400)}

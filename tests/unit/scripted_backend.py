@@ -16,9 +16,11 @@ Script = Callable[[list[int]], F32]  # all earlier tokens of a sequence -> logit
 def hashed_script(vocab_size: int, scale: float = 3.0) -> Script:
     """Return a script whose logits look random and change with any earlier token."""
 
+    rows = (np.random.default_rng(0).normal(size=(251, vocab_size)) * scale).astype(np.float32)
+
     def script(context: list[int]) -> F32:
         seed = zlib.crc32(np.asarray(context, np.int32).tobytes())
-        return (np.random.default_rng(seed).normal(size=vocab_size) * scale).astype(np.float32)
+        return rows[seed % 251] + rows[seed // 251 % 251]
 
     return script
 

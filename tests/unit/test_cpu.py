@@ -1,4 +1,4 @@
-"""Thread count from a fake affinity mask and fake cgroup trees (case CPU-01), and the choice of ISA."""
+"""Thread count from fake masks and cgroup trees (case CPU-01), and the choice of ISA."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from paceline.errors import ParameterError
 @pytest.fixture
 def cores(monkeypatch):
     monkeypatch.delenv("PACELINE_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
 
 
 def tree(root, files):
@@ -27,9 +27,18 @@ def tree(root, files):
 V2 = "0::/kube/pod/ctr\n"
 V1 = "12:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n"
 CASES = {
-    "v2 quota of two": ({"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "200000 100000\n"}, 2),
-    "v2 quota of one and a half": ({"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "150000 100000"}, 1),
-    "v2 quota below one": ({"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "20000 100000"}, 1),
+    "v2 quota of two": (
+        {"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "200000 100000\n"},
+        2,
+    ),
+    "v2 quota of one and a half": (
+        {"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "150000 100000"},
+        1,
+    ),
+    "v2 quota below one": (
+        {"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "20000 100000"},
+        1,
+    ),
     "v2 parent is tighter": (
         {
             "proc/self/cgroup": V2,
@@ -38,10 +47,22 @@ CASES = {
         },
         3,
     ),
-    "v2 inside a container namespace": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000"}, 4),
-    "v2 path of the host, seen from inside": ({"proc/self/cgroup": V2, "sys/fs/cgroup/cpu.max": "400000 100000"}, 4),
-    "v2 no limit": ({"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "max 100000"}, 16),
-    "v2 quota above the mask": ({"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "6400000 100000"}, 16),
+    "v2 inside a container namespace": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000"},
+        4,
+    ),
+    "v2 path of the host, seen from inside": (
+        {"proc/self/cgroup": V2, "sys/fs/cgroup/cpu.max": "400000 100000"},
+        4,
+    ),
+    "v2 no limit": (
+        {"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "max 100000"},
+        16,
+    ),
+    "v2 quota above the mask": (
+        {"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "6400000 100000"},
+        16,
+    ),
     "v1 quota": (
         {
             "proc/self/cgroup": V1,
@@ -60,7 +81,7 @@ CASES = {
     ),
     "broken files": ({"proc/self/cgroup": V2, "sys/fs/cgroup/kube/pod/ctr/cpu.max": "lots\n"}, 16),
     "no cgroups at all": ({}, 16),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +97,7 @@ def test_quota_is_none_without_a_limit(tmp_path):
 
 
 def test_affinity_mask_is_obeyed(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7})
     assert default_num_threads(tmp_path) == (2, "affinity mask of 2 CPUs")
 
 
@@ -105,7 +126,9 @@ def run_python(code, **env):
 
 
 def test_environment_forces_an_isa():
-    done = run_python("from paceline import _native; print(_native.active_isa())", PACELINE_ISA="scalar")
+    done = run_python(
+        "from paceline import _native; print(_native.active_isa())", PACELINE_ISA="scalar"
+    )
     assert done.stdout == "scalar\n"
 
 

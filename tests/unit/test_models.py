@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import paceline.models
 from paceline.loading import available, load
 from paceline.models.base import (
     ModelConfig,
@@ -120,3 +122,15 @@ def test_the_older_rope_parameters_and_the_newer_agree(tmp_path: Path) -> None:
         for model, name in ((old, "old"), (new, "new"))
     ]
     assert tables[0] == tables[1]
+
+
+def test_the_family_of_the_guide_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "add-a-model.md"
+    code = re.search(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "nimbus.py").write_text(code[1])
+    monkeypatch.setattr(paceline.models, "__path__", [*paceline.models.__path__, str(tmp_path)])
+    model = random_model("qwen3", final_logit_softcapping=2.0).with_config(model_type="nimbus")
+    config = open_checkpoint(write_hf(model, tmp_path / "m")).config
+    assert (config.family, config.qk_norm, config.logit_softcap) == ("nimbus", True, 2.0)
+    assert build_plan(config).ops[-1].name == "softcap"

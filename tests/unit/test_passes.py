@@ -196,7 +196,9 @@ def test_lowered_plan_computes_the_same(qk_norm):
     for program in (plan, lowered):
         backend = ReferenceBackend()
         limits = StepLimits(max_tokens=8, max_logit_rows=8, max_seqs=1, max_blocks_per_seq=1)
-        backend.load(program, weights, kv=KVSpec(num_blocks=1, block_size=16, dtype="f32"), limits=limits)
+        backend.load(
+            program, weights, kv=KVSpec(num_blocks=1, block_size=16, dtype="f32"), limits=limits
+        )
         logits.append(backend.forward(step).logits)
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-5, atol=1e-5)
 

@@ -31,8 +31,8 @@ KERNEL_ATTRS = (
 class NativeBackend:
     """Runs plans on the CPU, `num_threads` wide (None: what affinity mask and cgroup quota allow).
 
-    `isa` forces one kernel table. `cache_path` is a file that keeps the packed weights of the source
-    that `fingerprint` identifies, so that the next start maps them.
+    `isa` forces one kernel table. `cache_path` is a file that keeps the packed weights of the
+    source that `fingerprint` identifies, so that the next start maps them.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class NativeBackend:
         self.close()
         formats = {name: weights[name].format for op in plan.ops for name in op.weights}
         self.plan = lower(plan, formats)
-        matrices = [name for op in self.plan.ops if op.name in ("embed", "linear") for name in op.weights]
+        readers = [op for op in self.plan.ops if op.name in ("embed", "linear")]
+        matrices = [name for op in readers for name in op.weights]
         packed = pack_all(
             weights,
             list(dict.fromkeys(matrices)),
@@ -146,15 +147,25 @@ class _Builder:
         program = _native.Program(
             num_threads=num_threads,
             isa=isa,
-            limits=(limits.max_tokens, limits.max_logit_rows, limits.max_seqs, limits.max_blocks_per_seq),
-            kv=(1 + max(a["layer"] for a in stores), kv.num_blocks, kv.block_size, *shapes.pop(), kv.dtype),
+            limits=(
+                limits.max_tokens,
+                limits.max_logit_rows,
+                limits.max_seqs,
+                limits.max_blocks_per_seq,
+            ),
+            kv=(
+                1 + max(a["layer"] for a in stores),
+                kv.num_blocks,
+                kv.block_size,
+                *shapes.pop(),
+                kv.dtype,
+            ),
             bounds=(self._packed[embed.weights[0]].rows, self._num_positions),
             slot_bytes=list(self._arena.slot_bytes),
-        )  # fmt: skip
+        )
         for op in plan.ops:
-            program.add_op(
-                op.name, self._place(op.out), [self._place(value) for value in op.inputs], **self._attrs(op)
-            )
+            inputs = [self._place(value) for value in op.inputs]
+            program.add_op(op.name, self._place(op.out), inputs, **self._attrs(op))
         program.set_output(self._place(self._logits))
         return program
 
@@ -164,7 +175,8 @@ class _Builder:
         attrs["logit_rows"] = op.out.rows == "logits"
         if op.name in ("embed", "linear"):
             biases = a.get("biases", (None,))
-            attrs["weights"] = [self._segment(*pair) for pair in zip(op.weights, biases, strict=True)]
+            pairs = zip(op.weights, biases, strict=True)
+            attrs["weights"] = [self._segment(name, bias) for name, bias in pairs]
         elif op.name == "rms_norm":
             attrs["norms"] = [self._vector(op.weights[0])]
         elif op.name == "rope_store":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -34,10 +33,16 @@ def resolve(
     hub_id = _HUB_ID.fullmatch(model)
     if hub_id and not path.is_absolute() and hub_id[1].split("/")[0] not in (".", ".."):
         return _resolve_hub(hub_id[1], hub_id[2], pull)
+    raise _unknown(model)
+
+
+def _unknown(model: str) -> ModelNotFoundError:
+    import difflib
+
     names = [entry.name for entry in ENTRIES]
     close = difflib.get_close_matches(model.lower(), names, n=2, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise ModelNotFoundError(
+    return ModelNotFoundError(
         f"no model is called {model!r} and no such file exists: {hint}The catalogue has "
         f"{', '.join(names)}; a GGUF file, a folder of safetensors and a hub id (org/name) work too"
     )

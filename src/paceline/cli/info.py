@@ -37,12 +37,12 @@ def info(
 
     - `paceline info ./model.gguf --json | jq .kv_bytes_per_token`
     """
-    from paceline.catalog import resolve
+    from paceline.cli.loading import find_model
     from paceline.config import EngineConfig
     from paceline.weights.checkpoint import open_checkpoint
 
     config = EngineConfig(kv_dtype=kv_dtype)  # type: ignore[arg-type]
-    checkpoint = open_checkpoint(resolve(model))
+    checkpoint = open_checkpoint(find_model(model))
     facts = describe(checkpoint, config, seqs=seqs, context=context)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))

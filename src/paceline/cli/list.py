@@ -40,8 +40,9 @@ def list_models(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("name", "size", "licence", "here", "what"):
+    for title in ("name", "size", "licence", "here"):
         table.add_column(title, justify="right" if title == "size" else "left", no_wrap=True)
+    table.add_column("what")
     for entry in ENTRIES:
         here = "yes" if entry.name in paths else ""
         size = f"{entry.size / 1e6:.0f} MB"

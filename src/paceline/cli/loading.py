@@ -17,7 +17,22 @@ def load(model: str, config: EngineConfig, *, chat_template_file: str | None = N
     from paceline.engine.build import load_model
 
     template = None if chat_template_file is None else read_text(chat_template_file)
-    return load_model(model, config, chat_template=template)
+    path = find_model(model)
+    return load_model(model, config, path=path, chat_template=template)
+
+
+def find_model(model: str) -> Path:
+    """Return the model's path; one that is not on this disk is pulled with a progress bar."""
+    from paceline.catalog import find, resolve
+    from paceline.catalog.store import is_installed
+
+    entry = find(model)
+    if entry is None or is_installed(entry):
+        return resolve(model)
+    from paceline.cli.pull import ProgressBar
+
+    with ProgressBar(entry.name) as bar:
+        return resolve(model, progress=bar.update)
 
 
 def read_text(path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -15,8 +15,13 @@ from paceline.cli import list as list_command
 from paceline.errors import PacelineError, ParameterError
 
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# Newer versions of Typer bring their own copy of click, older ones use the package: the base of
+# Typer's public BadParameter is the class of all usage errors in both.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 app = typer.Typer(
     name="paceline",
@@ -68,10 +73,11 @@ def main() -> None:
     try:
         set_up_logging()
         code = app(standalone_mode=False)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+    except _UsageError as error:
+        cast(Any, error).show()
+        code = EXIT_USAGE
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         code = EXIT_ERROR

@@ -173,7 +173,12 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     def build(values: dict[str, Any]) -> dict[str, Any]:
         if values["stop"] is not None:
             values["stop"] = tuple(values["stop"])
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        # By identity: 0 is a value that a user gives, and it equals False.
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
 
     return _expand(command, "sampling", _SAMPLING_OPTIONS, build)
 

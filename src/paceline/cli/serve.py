@@ -69,13 +69,9 @@ def serve(
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on host:port. Raises ParameterError saying why it cannot."""
     try:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(info[0], info[1], info[2])
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(info[4])
-        listener.listen(1024)
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ParameterError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
         ) from None
-    return listener

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
 _MIN_CACHED_BYTES = 16 * 2**20  # smaller models are packed faster than a cache file is opened
 _SPLIT_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
@@ -77,18 +76,20 @@ def load_model(
     model: str,
     config: EngineConfig,
     *,
+    path: Path | None = None,
     chat_template: str | None = None,
-    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load `model` (catalogue name, GGUF file, folder or hub id; pulled if need be).
 
-    `chat_template` is a Jinja source that replaces the model's own. The tokenizer is built in a
-    second thread while the weights are mapped and packed.
+    `path` is where it lies, if that is known already. `chat_template` is a Jinja source that
+    replaces the model's own. The tokenizer is built in a second thread while the weights are
+    mapped and packed.
     """
-    from paceline.catalog import resolve
-
     start = time.monotonic()
-    path = resolve(model, progress=progress)
+    if path is None:
+        from paceline.catalog import resolve
+
+        path = resolve(model)
     checkpoint = open_checkpoint(path)
     with ThreadPoolExecutor(max_workers=1) as pool:
         text = pool.submit(_build_text, checkpoint, chat_template)

@@ -22,6 +22,7 @@ from paceline.engine.sampler import (
 )
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State, StreamDecoder
+from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
@@ -38,38 +39,9 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str, add_special: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
 
     def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """State of the engine between two steps; the last three only ever grow."""
-
-    num_running: int
-    num_waiting: int
-    num_free_blocks: int
-    num_live_blocks: int
-    num_cached_blocks: int
-    num_blocks: int
-    num_preemptions: int
-    num_steps: int
-    num_generated_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one step did, and where its time went."""
-
-    num_tokens: int = 0
-    num_seqs: int = 0
-    num_prefill_tokens: int = 0
-    schedule_s: float = 0.0
-    build_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    commit_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -131,8 +103,6 @@ class Engine:
         self._is_stopping = False
         self._thread: threading.Thread | None = None
 
-    # -- any thread ------------------------------------------------------------------------------
-
     def check(self, request: Request) -> None:
         """Raise ParameterError or PromptTooLongError if the engine cannot run `request`."""
         params = request.params
@@ -150,8 +120,7 @@ class Engine:
         """
         self.check(request)
         with self._wakeup:
-            if self._is_stopping:
-                raise PacelineError("the engine has stopped: start another one")
+            self._require_open()
             if request.id in self._ids:
                 raise ParameterError(
                     f"a request with id {request.id!r} is running: choose another id", param="id"
@@ -162,12 +131,17 @@ class Engine:
             self._num_sequences += request.params.n
         try:
             sequences = self._sequences(request, request_number, first_number)
+            with self._wakeup:
+                self._require_open()
+                self._inbox.append(_Live(request, sink, sequences))
+                self._wakeup.notify()
         except BaseException:
             self._ids.discard(request.id)
             raise
-        with self._wakeup:
-            self._inbox.append(_Live(request, sink, sequences))
-            self._wakeup.notify()
+
+    def _require_open(self) -> None:
+        if self._is_stopping:
+            raise PacelineError("the engine has stopped: start another one")
 
     def abort(self, request_id: str) -> None:
         """End all choices of a request before the next step; unknown and ended ids are ignored."""
@@ -205,8 +179,6 @@ class Engine:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("the engine's step did not end within %.1f s", timeout_s)
-
-    # -- the engine's thread ---------------------------------------------------------------------
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to run."""
@@ -351,8 +323,6 @@ class Engine:
             else:
                 self._end(seq, text=text, token_ids=(token_id,), logprobs=logprobs)
 
-    # -- ends ------------------------------------------------------------------------------------
-
     def _end(
         self,
         seq: Sequence,
@@ -433,6 +403,9 @@ class Engine:
         max_len = min(self.max_model_len, self._num_pool_tokens)
         if params.max_tokens is not None:
             max_len = min(max_len, num_prompt + params.max_tokens)
+        end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_ids |= self._eos_ids
         arrival_ns = request.arrival_ns or self._clock()
         choices = [
             Sequence(
@@ -448,7 +421,7 @@ class Engine:
                 matcher=StopMatcher(params.stop, params.include_stop_str_in_output)
                 if params.stop
                 else None,
-                eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
+                end_ids=end_ids,
                 arrival_ns=arrival_ns,
             )
             for index in range(params.n)

@@ -12,6 +12,8 @@ from paceline.types import SamplingParams, TokenLogprob
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_MAX_INT = 2**31 - 1
+_HUGE = 1e30  # a logit times or divided by it is still a finite float
 
 
 class SamplerState(Protocol):
@@ -23,7 +25,7 @@ class SamplerState(Protocol):
 class Encoder(Protocol):
     """The part of a tokenizer that the sampler needs."""
 
-    def encode(self, text: str, add_special: bool = ...) -> list[int]: ...
+    def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
 
 
 def mix(seed: int, number: int) -> int:
@@ -67,18 +69,18 @@ class Sampler:
         ]
         state: SamplerState = native.SamplerState(
             seed=seed & _MASK,
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
+            temperature=min(params.temperature, _HUGE),
+            top_k=min(max(params.top_k, 0), _MAX_INT),
             top_p=params.top_p,
             min_p=params.min_p,
             typical_p=params.typical_p,
-            repetition=params.repetition_penalty,
+            repetition=min(max(params.repetition_penalty, 1 / _HUGE), _HUGE),
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             bias=list(params.logit_bias.items()),
             bad_words=[word for word in words if word],
             end_ids=[*self._end_ids, *params.stop_token_ids],
-            min_tokens=params.min_tokens,
+            min_tokens=min(params.min_tokens, _MAX_INT),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             prompt=list(prompt) if params.repetition_penalty != 1 else [],
         )

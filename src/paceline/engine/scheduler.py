@@ -116,7 +116,10 @@ class Scheduler:
     def _grow(
         self, seq: Sequence, order: list[Sequence], position: int, schedule: Schedule
     ) -> bool:
-        """Give a running sequence a block of its own for every known token, or preempt it."""
+        """Give a running sequence a block for every known token, or preempt it.
+
+        The block that it writes into next must be its own: a shared one is copied.
+        """
         table, pool = seq.block_table, self.pool
         write_idx = seq.num_computed // self._block_size
         is_shared = write_idx < len(table) and pool.is_shared(table[write_idx])

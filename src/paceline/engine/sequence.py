@@ -51,7 +51,7 @@ class Sequence:
     sampler: SamplerState
     decoder: StreamDecoder
     matcher: StopMatcher | None
-    eos_ids: frozenset[int]  # empty with ignore_eos
+    end_ids: frozenset[int]  # stop_token_ids, and without ignore_eos the model's end tokens
     arrival_ns: int
     siblings: list[Sequence] = field(default_factory=list)
 
@@ -85,11 +85,10 @@ class Sequence:
         if not self.first_token_ns:
             self.first_token_ns = now_ns
         self.last_token_ns = now_ns
-        if token_id in self.request.params.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", token_id
-            return self._flush()
-        if token_id in self.eos_ids:
+        if token_id in self.end_ids:
             self.finish_reason = "stop"
+            if token_id in self.request.params.stop_token_ids:
+                self.stop_reason = token_id
             return self._flush()
         text = self._visible(self.decoder.feed(token_id))
         if self.finish_reason is None and len(self.token_ids) >= self.max_len:

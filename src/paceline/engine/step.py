@@ -33,7 +33,8 @@ class StepBuilder:
         self._logit_rows = np.zeros(limits.max_logit_rows, np.int32)
         # Which table each row of `_tables` holds (sequence, epoch) and how much of it is written:
         # in steady decoding a row stays as it is.
-        self._owners: list[tuple[int, int]] = [(-1, -1)] * limits.max_seqs
+        self._owners = [-1] * limits.max_seqs
+        self._epochs = [-1] * limits.max_seqs
         self._num_written = [0] * limits.max_seqs
 
     def build(self, chunks: list[tuple[Sequence, int]]) -> tuple[StepInput, list[Sequence]]:
@@ -107,11 +108,10 @@ class StepBuilder:
         self._seqs[i] = row, n, begin
 
     def _write_table(self, i: int, seq: Sequence) -> None:
-        owner = (seq.number, seq.table_epoch)
         num_blocks = len(seq.block_table)
-        if self._owners[i] != owner:
-            self._owners[i], self._num_written[i] = owner, 0
-        begin = self._num_written[i]
+        is_owner = self._owners[i] == seq.number and self._epochs[i] == seq.table_epoch
+        begin = self._num_written[i] if is_owner else 0
         if begin < num_blocks:
             self._tables[i, begin:num_blocks] = seq.block_table[begin:]
+            self._owners[i], self._epochs[i] = seq.number, seq.table_epoch
             self._num_written[i] = num_blocks

@@ -121,9 +121,8 @@ def _windows(total: int, context: int, stride: int | None) -> Iterator[tuple[int
 
 
 def _log_softmax(logits: F32) -> npt.NDArray[np.float64]:
-    shifted: npt.NDArray[np.float64] = logits.astype(np.float64) - logits.max(
-        axis=-1, keepdims=True
-    )
+    values = logits.astype(np.float64)
+    shifted: npt.NDArray[np.float64] = values - values.max(axis=-1, keepdims=True)
     total: npt.NDArray[np.float64] = np.exp(shifted).sum(axis=-1, keepdims=True)
     return shifted - np.log(total)
 

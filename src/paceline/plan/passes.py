@@ -1,8 +1,8 @@
 """Plan -> Plan rewrites that turn a family's plan into the program that runs.
 
-Every pass keeps what the plan computes: the lowered plan run by `backends/reference.py` gives the same
-logits, but for the rounding of activations to q8. Values are single-assignment, so an op may move to
-any later place.
+Every pass keeps what the plan computes: the lowered plan run by `backends/reference.py` gives the
+same logits, but for the rounding of activations to q8. Values are single-assignment, so an op may
+move to any later place.
 """
 
 from __future__ import annotations
@@ -113,14 +113,16 @@ def split_attention(plan: Plan) -> Plan:
         norms = tuple(norm.weights[0] if norm else None for norm in (q_norm, k_norm))
         eps = {norm.attrs["eps"] for norm in (q_norm, k_norm) if norm}
         if len(eps) > 1:
-            raise UnsupportedModelError(f"layer {a['layer']} norms its queries and keys differently")
-        shape = {name: a[name] for name in ("layer", "heads", "kv_heads", "head_dim")}
+            raise UnsupportedModelError(
+                f"layer {a['layer']} norms its queries and keys differently: no kernel does that"
+            )
+        shape = {n: a[n] for n in ("layer", "heads", "kv_heads", "head_dim")}
         stored = plan.new_value(q.cols, q.rows)
         store_attrs = {**shape, "rope": rope, "norms": norms, "eps": max(eps, default=0.0)}
         weights = tuple(name for name in norms if name is not None)
         ops.append(Op("rope_store", stored, (q, k, op.inputs[2]), weights, store_attrs))
-        attend_attrs = {**shape, "scale": a["scale"], "window": a["window"], "softcap": a["softcap"]}
-        ops.append(Op("attend", op.out, (stored,), (), attend_attrs))
+        attend_attrs = {n: a[n] for n in ("scale", "window", "softcap")}
+        ops.append(Op("attend", op.out, (stored,), (), {**shape, **attend_attrs}))
     return plan.derive(op for op in ops if op.out.id not in fused)
 
 

@@ -40,27 +40,22 @@ class SentencePiece:
         self._byte_of = {i: _byte_value(tokens[i]) for i in vocabulary.byte_ids}
         self._id_of_byte = {value: i for i, value in self._byte_of.items()}
         self._ids = _pieces(vocabulary)
-        self._special_ids = frozenset(vocabulary.special.values())
-        user_defined = {t.replace(SPACE, " "): i for t, i in vocabulary.user_defined.items()}
-        self._plain = Literals(user_defined)
-        self._special = Literals({**user_defined, **vocabulary.special})
+        user_defined = {t.replace(" ", SPACE): i for t, i in vocabulary.user_defined.items()}
+        special = {t.replace(" ", SPACE): i for t, i in vocabulary.special.items()}
+        self._user_defined = Literals(user_defined)
+        self._special = Literals(special)
         self._boundary = _word_boundary(tokens)
         self._words: dict[str, list[int]] = {}
 
     def encode(self, text: str, *, parse_special: bool, cuts: Sequence[int]) -> list[int]:
-        literals = self._special if parse_special else self._plain
+        text = text.replace(" ", SPACE)
         ids: list[int] = []
         position = 0
-        # As llama.cpp does, text behind a special token begins like the start of a text.
-        prefix = self.strips_leading_space
-        for begin, end, token_id in literals.find(text, cuts):
-            if begin > position:
-                self._encode_ordinary(text[position:begin], ids, prefix=prefix)
+        for begin, end, token_id in self._special.find(text, cuts) if parse_special else ():
+            self._encode_segment(text[position:begin], ids)
             ids.append(token_id)
-            prefix = self.strips_leading_space and token_id in self._special_ids
             position = end
-        if position < len(text):
-            self._encode_ordinary(text[position:], ids, prefix=prefix)
+        self._encode_segment(text[position:], ids)
         return ids
 
     def raw_bytes(self, token_id: int) -> bytes:
@@ -72,10 +67,22 @@ class SentencePiece:
             text = text.replace(SPACE, " ")
         return text.encode("utf-8", errors="replace")
 
-    def _encode_ordinary(self, text: str, ids: list[int], *, prefix: bool) -> None:
-        escaped = (SPACE if prefix else "") + text.replace(" ", SPACE)
+    def _encode_segment(self, text: str, ids: list[int]) -> None:
+        """Append the ids of text between special tokens, which begins like the start of a text."""
+        if not text:
+            return
+        if self.strips_leading_space:
+            text = SPACE + text
+        position = 0
+        for begin, end, token_id in self._user_defined.find(text):
+            self._encode_ordinary(text[position:begin], ids)
+            ids.append(token_id)
+            position = end
+        self._encode_ordinary(text[position:], ids)
+
+    def _encode_ordinary(self, text: str, ids: list[int]) -> None:
         words = self._words
-        for word in self._boundary.split(escaped) if self._boundary else (escaped,):
+        for word in self._boundary.split(text) if self._boundary else (text,):
             known = words.get(word)
             ids += self._encode_word(word) if known is None else known
 

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import paceline._native as _native
 
-from paceline import _native
 from paceline.errors import ModelFormatError
 from paceline.weights.tensor import BLOCK, QTensor
 
@@ -210,9 +211,9 @@ class _NoWriter:
 class _CacheWriter(_NoWriter):
     """Writes a temporary file beside `path`, which takes its place in `finish`."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO | FileIO) -> None:
         self._path = path
-        self._file: BinaryIO | None = file
+        self._file: BinaryIO | FileIO | None = file
         self._tensors: dict[str, tuple[str, int, int, int]] = {}
         file.write(bytes(_HEAD.size))
 
@@ -222,7 +223,7 @@ class _CacheWriter(_NoWriter):
         try:
             self._file.write(bytes(-self._file.tell() % _ALIGN))
             self._tensors[name] = (tensor.format, tensor.rows, tensor.k, self._file.tell())
-            self._file.write(tensor.data)
+            self._file.write(tensor.data.data)
         except OSError as error:
             self._give_up(error)
 

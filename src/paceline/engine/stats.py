@@ -1,0 +1,34 @@
+"""What the engine tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """State of the engine between two steps; the last three only ever grow."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_live_blocks: int
+    num_cached_blocks: int
+    num_blocks: int
+    num_preemptions: int
+    num_steps: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one step did, and where its time went."""
+
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_prefill_tokens: int = 0
+    schedule_s: float = 0.0
+    build_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    commit_s: float = 0.0

@@ -1,0 +1,126 @@
+"""Law 1 and the books over made schedules: every request answers as it does alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import VOCAB, Answers, make_engine, make_request, run
+
+from paceline.engine.sampler import choice_seed
+from paceline.types import Request, SamplingParams
+
+MAX_LEN = 96
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, the step before which it arrives, and the one before which it is aborted."""
+
+    request: Request
+    step: int
+    abort_step: int | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    arrivals: list[Arrival]
+    engine: dict[str, Any]
+
+
+@st.composite
+def requests(draw: st.DrawFn, request_id: str) -> Request:
+    options: dict[str, Any] = {
+        "max_tokens": draw(st.sampled_from([1, 2, 9, 40, None])),
+        "seed": draw(st.integers(0, 5)),
+        "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
+        "temperature": draw(st.sampled_from([0.0, 0.8])),
+        "logprobs": draw(st.sampled_from([None, 1])),
+        "ignore_eos": draw(st.booleans()),
+    }
+    extras = [
+        {},
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+        {"stop": ("ab", "q", "xyz")},
+        {"min_tokens": 1, "top_p": 0.7},
+        {"bad_words": ("a", "bc"), "top_k": 9},
+    ]
+    options |= draw(st.sampled_from(extras))
+    length = draw(st.sampled_from([1, 5, 15, 16, 17, 33, 60]))
+    first = draw(st.integers(1, 3))  # few first tokens: prompts often share their beginning
+    prompt = tuple((first + i) % VOCAB for i in range(length))
+    return make_request(
+        request_id, prompt, SamplingParams(**options), priority=draw(st.integers(0, 2))
+    )
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    arrivals = [
+        Arrival(
+            draw(requests(str(i))),
+            draw(st.integers(0, 12)),
+            draw(st.sampled_from([None, None, None, 0, 4, 15])),
+        )
+        for i in range(draw(st.integers(1, 6)))
+    ]
+    engine = {
+        "num_blocks": draw(st.sampled_from([6, 7, 9, 14, 40])),
+        "max_num_seqs": draw(st.sampled_from([1, 2, 4, 8])),
+        "max_batched_tokens": draw(st.sampled_from([1, 3, 16, 31, 200])),
+        "policy": draw(st.sampled_from(["fcfs", "priority", "slo:step_ms=1", "slo"])),
+    }
+    return Schedule(sorted(arrivals, key=lambda arrival: arrival.step), engine)
+
+
+def alone(request: Request) -> list[tuple[object, ...]]:
+    """Return the outcome of each choice, each from a request of its own on a roomy engine."""
+    params = request.params
+    assert params.seed is not None
+    outcomes = []
+    for index in range(params.n):
+        options = {name: getattr(params, name) for name in SamplingParams.__slots__}
+        single = SamplingParams(**options | {"n": 1, "seed": choice_seed(params.seed, index)})
+        engine = make_engine(max_model_len=MAX_LEN, max_batched_tokens=200)
+        [answer] = run(engine, make_request(request.id, request.prompt_token_ids, single)).values()
+        outcomes.append(answer.outcome())
+    return outcomes
+
+
+@settings(max_examples=20, deadline=None)
+@given(schedules())
+def test_every_choice_equals_its_run_alone_and_the_books_close(schedule: Schedule) -> None:
+    engine = make_engine(max_model_len=MAX_LEN, **schedule.engine)
+    answers = Answers()
+    pending = list(schedule.arrivals)
+    aborted: set[str] = set()
+    step = 0
+    while True:
+        while pending and pending[0].step <= step:
+            engine.submit(pending.pop(0).request, answers)
+        for arrival in schedule.arrivals:
+            if arrival.abort_step is not None and arrival.step + arrival.abort_step == step:
+                engine.abort(arrival.request.id)
+                aborted.add(arrival.request.id)
+        did_run = engine.step()
+        engine.check_integrity()
+        step += 1
+        assert step < 3000
+        if not did_run:
+            assert not engine.stats().num_waiting
+            if not pending:
+                break
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    for arrival in schedule.arrivals:
+        request = arrival.request
+        for index, expected in enumerate(alone(request)):
+            answer = answers[request.id, index]
+            if answer.end.finish_reason == "abort":
+                assert request.id in aborted
+                tokens = expected[1]
+                assert isinstance(tokens, tuple)
+                assert answer.token_ids == tokens[: len(answer.token_ids)]
+            else:
+                assert answer.outcome() == expected

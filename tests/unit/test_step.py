@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import add, make_scheduler
+
+from paceline.config import EngineConfig
+from paceline.engine.sequence import Sequence
+from paceline.engine.step import StepBuilder, step_limits
+
+CONFIG = EngineConfig(block_size=16, max_num_seqs=6, max_batched_tokens=128)
+
+
+def make_sequence(number: int, num_tokens: int, num_computed: int, blocks: list[int]) -> Sequence:
+    seq = add(make_scheduler(), number, num_tokens)
+    seq.num_computed = num_computed
+    seq.block_table = blocks
+    return seq
+
+
+def test_limits_are_those_of_the_config_and_the_pool() -> None:
+    limits = step_limits(CONFIG, max_model_len=1000, num_blocks=10)
+    assert (limits.max_tokens, limits.max_seqs, limits.max_logit_rows) == (128, 6, 6)
+    assert limits.max_blocks_per_seq == 10
+    assert step_limits(CONFIG, max_model_len=33, num_blocks=10).max_blocks_per_seq == 3
+
+
+def test_a_mixed_step_is_laid_out_row_after_row() -> None:
+    a = make_sequence(0, 18, 17, [4, 9])
+    b = make_sequence(1, 40, 14, [2, 7, 5])
+    builder = StepBuilder(step_limits(CONFIG, 64, 10), 16)
+    step, ready = builder.build([(a, 1), (b, 4)])
+    assert step.tokens.tolist() == [17, 14, 15, 16, 17]
+    assert step.positions.tolist() == [17, 14, 15, 16, 17]
+    assert step.slots.tolist() == [145, 46, 47, 112, 113]
+    assert step.seqs.tolist() == [[0, 1, 17], [1, 4, 14]]
+    assert step.block_tables[0, :2].tolist() == [4, 9]
+    assert step.block_tables[1, :3].tolist() == [2, 7, 5]
+    assert step.logit_rows.tolist() == [0]
+    assert ready == [a]
+
+
+def test_the_last_row_of_a_prompt_asks_for_logits() -> None:
+    a, b = make_sequence(0, 20, 3, [1, 2]), make_sequence(1, 3, 1, [3])
+    step, ready = StepBuilder(step_limits(CONFIG, 64, 10), 16).build([(b, 1), (a, 17)])
+    assert step.logit_rows.tolist() == [17]
+    assert ready == [a]
+
+
+changes = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from(["append", "swap", "preempt"])), max_size=12
+)
+
+
+@settings(max_examples=40)
+@given(changes)
+def test_a_table_is_whole_after_any_change(uses: list[tuple[int, str]]) -> None:
+    seqs = [make_sequence(i, 8, 7, [i]) for i in range(4)]
+    builder = StepBuilder(step_limits(CONFIG, 160, 100), 16)
+    for step_number, (i, use) in enumerate(uses):
+        seq = seqs[i]
+        if use == "append" and len(seq.block_table) < 10:
+            seq.block_table.append(50 + step_number)
+        elif use == "swap":
+            seq.block_table[-1] = 70 + step_number
+            seq.table_epoch += 1
+        elif use == "preempt":
+            seq.block_table[:] = [80 + step_number]
+            seq.table_epoch += 1
+        order = seqs[i:] + seqs[: i % 2]
+        step, _ = builder.build([(s, 1) for s in order])
+        for row, s in enumerate(order):
+            assert step.block_tables[row, : len(s.block_table)].tolist() == s.block_table
+
+
+def test_arrays_are_what_the_backend_wants() -> None:
+    a = make_sequence(0, 18, 0, [4, 9])
+    step, _ = StepBuilder(step_limits(CONFIG, 64, 10), 16).build([(a, 18)])
+    for array in (step.tokens, step.positions, step.slots, step.seqs, step.block_tables):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+    assert step.tree is None
