@@ -3,7 +3,6 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from scripted_engine import Answers, Clock, finish, make_engine, make_request
 from test_scheduler import add, make_scheduler
 
 from paceline.backends.base import StepInput
@@ -11,6 +10,7 @@ from paceline.errors import ParameterError
 from paceline.policies.base import Budget, load_policy
 from paceline.policies.slo import SLO, Options
 from paceline.types import Delta, SamplingParams
+from tests.unit.scripted_engine import Answers, Clock, finish, make_engine, make_request
 
 BASE_S, TOKEN_S = 4e-3, 0.25e-3  # what a step costs in these tests
 
