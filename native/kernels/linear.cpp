@@ -1,5 +1,5 @@
 // linear: out = x @ W.T + bias + residual over one to three weights. An item of work is one panel times one block of rows
-// that fits the cache. One row reads the packed panel and unpacks in registers; more rows unpack it to scratch first.
+// that fits the cache. Few rows read the packed panel and unpack in registers; more rows unpack it to scratch first.
 #include "kernels/linear_tile.h"
 
 namespace paceline::PL_ISA {
@@ -7,14 +7,15 @@ namespace {
 
 constexpr size_t kRowBlockBytes = 224 << 10;  // of activations: they stay in the L2 beside an unpacked panel
 
-constexpr int kNumSizes = kTileRows >= 8 ? 4 : kTileRows >= 4 ? 3 : 1;  // tiles of 1, 2, 4, 8 rows
+constexpr int kPackedRows = kTileRows == 1 ? 1 : 8;  // from here on, unpacking to scratch costs less than unpacking twice
+constexpr int kNumSizes = kTileRows >= 8 ? 4 : kTileRows >= 4 ? 3 : 1, kPackedSizes = kNumSizes > 3 ? 3 : kNumSizes;
 struct Tiles {
   Tile size[kNumSizes];  // [i] takes 2^i rows
 };
 
-template <class Source> constexpr Tiles quant_tiles() {
-  if constexpr (kNumSizes == 4) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>, quant_tile<Source, 8>}};
-  else if constexpr (kNumSizes == 3) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>}};
+template <class Source, int num_sizes> constexpr Tiles quant_tiles() {
+  if constexpr (num_sizes == 4) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>, quant_tile<Source, 8>}};
+  else if constexpr (num_sizes == 3) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>}};
   else return {{quant_tile<Source, 1>}};
 }
 template <Format f> constexpr Tiles float_tiles() {
@@ -24,21 +25,20 @@ template <Format f> constexpr Tiles float_tiles() {
 }
 
 struct FormatKernels {
-  Tile packed;  // one row
-  void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel
-  Tiles tiles;
+  Tiles packed, unpacked;
+  void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel always
   size_t unpacked_group_bytes;
 };
 template <Format f> constexpr FormatKernels quantised() {
   using S = ShapeOf<f>;
-  return {quant_tile<Packed<f>, 1>, unpack_panel<f>, quant_tiles<Unpacked<S>>(), sizeof(UnpackedGroup<S>)};
+  return {quant_tiles<Packed<f>, kPackedSizes>(), quant_tiles<Unpacked<S>, kNumSizes>(), unpack_panel<f>, sizeof(UnpackedGroup<S>)};
 }
-template <Format f> constexpr FormatKernels floating() { return {nullptr, nullptr, float_tiles<f>(), 0}; }
+template <Format f> constexpr FormatKernels floating() { return {float_tiles<f>(), {}, nullptr, 0}; }
 
 #if defined(PL_ISA_avx512bf16)
 constexpr bool kRoundsRows = true;
 constexpr FormatKernels bfloat() {
-  return {nullptr, nullptr, {{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}}, 0};
+  return {{{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}}, {}, nullptr, 0};
 }
 #else
 constexpr bool kRoundsRows = false;
@@ -80,7 +80,7 @@ void round_rows(const uint8_t* x, size_t stride, int rows, int k, uint8_t* out) 
 void run_tiles(const Tiles& tiles, TileArgs a, int rows) {
   for (int t = 0; t < rows;) {
     int size = kNumSizes - 1;
-    while ((1 << size) > rows - t) size--;
+    while ((1 << size) > rows - t || !tiles.size[size]) size--;
     tiles.size[size](a);
     const int n = 1 << size;
     t += n;
@@ -120,20 +120,18 @@ void run_panel(const Op& op, const Panel& p, const uint8_t* x, size_t x_stride, 
   a.residual = op.in[1].data ? op.in[1].data + begin * op.in[1].stride + size_t(p.column) * sizeof(float) : nullptr;
   a.residual_stride = op.in[1].stride;
   a.lanes = left < kPanel ? left : kPanel;
-  if (rows == 1 && kernels.packed) {
-    kernels.packed(a);
+  if (rows <= kPackedRows || !kernels.unpack) {
+    run_tiles(kernels.packed, a, rows);
     return;
   }
-  if (kernels.unpack) {
-    kernels.unpack(a.weight, w.k / kGroup, scratch);
-    a.weight = scratch;
-  }
-  run_tiles(kernels.tiles, a, rows);
+  kernels.unpack(a.weight, w.k / kGroup, scratch);
+  a.weight = scratch;
+  run_tiles(kernels.unpacked, a, rows);
 }
 
 // Panels a thread takes at once: few rows stream, in long runs of memory; many rows want an even end.
 int grain(int items, int rows, int num_threads) {
-  const int shares = num_threads == 1 ? 1 : rows <= kTileRows ? 4 * num_threads : 16 * num_threads;
+  const int shares = num_threads == 1 ? 1 : rows <= kPackedRows ? 4 * num_threads : 16 * num_threads;
   return items / shares > 1 ? items / shares : 1;
 }
 

@@ -7,19 +7,17 @@ import sys
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.catalog import resolve
 from tests.e2e.live import LiveServer, texts
 
 pytestmark = pytest.mark.real
 
-MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "Which planet do we live on?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def path():
-    return resolve(MODEL)
+def path(real_model):
+    return real_model("smollm2-135m")
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 KERNELS = ("quantize", "linear", "embed")
-FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", f"-I{NATIVE}"]
+FLAGS = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", f"-I{NATIVE}"]
 SIMDE_FLAGS = [
-    "-mavx2", "-mfma", "-mf16c", "-DPACELINE_SIMDE",
+    "-O0", "-mavx2", "-mfma", "-mf16c", "-DPACELINE_SIMDE",
     "-include", str(ROOT / "tests/native/simde_missing.h"),
 ]  # fmt: skip
-NEON_FLAGS = ["-march=armv8.2-a+dotprod+fp16"]
+NEON_FLAGS = ["-O1", "-march=armv8.2-a+dotprod+fp16"]
 
 
 def run(command: list[str]) -> str:
@@ -38,7 +38,7 @@ def build(compiler: str, isa: str, isa_flags: list[str], folder: Path) -> Path:
     jobs = [("pack", NATIVE / "pack.cpp", [])]
     check = ROOT / "tests/native/linear_check.cpp"
     jobs.append((f"{isa}_check", check, [f"-DPL_CHECK_ISA={isa}"]))
-    for name, flags in (("scalar", []), (isa, isa_flags)):
+    for name, flags in (("scalar", ["-O1"]), (isa, isa_flags)):
         defines = [f"-DPL_ISA={name}", f"-DPL_ISA_{name}=1"]
         for kernel in KERNELS:
             source = NATIVE / f"kernels/{kernel}.cpp"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from piece_tokenizer import PieceTokenizer
-from scripted_backend import Script, ScriptedBackend, hashed_script
-
 from paceline.backends.base import StepInput
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.types import Delta, Request, SamplingParams, TokenLogprob
+from tests.unit.piece_tokenizer import PieceTokenizer
+from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script
 
 BLOCK_SIZE = 16
 VOCAB = 48

@@ -5,9 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from piece_tokenizer import PieceTokenizer
-from scripted_backend import fixed_script, hashed_script, spelling_script
-from scripted_engine import (
+
+from paceline.backends.base import F32, StepInput
+from paceline.engine.engine import Engine
+from paceline.engine.sampler import choice_seed
+from paceline.errors import PacelineError, ParameterError, PromptTooLongError
+from paceline.types import Delta, SamplingParams
+from tests.unit.piece_tokenizer import PieceTokenizer
+from tests.unit.scripted_backend import fixed_script, hashed_script, spelling_script
+from tests.unit.scripted_engine import (
     BLOCK_SIZE,
     VOCAB,
     Answers,
@@ -17,12 +23,6 @@ from scripted_engine import (
     make_request,
     run,
 )
-
-from paceline.backends.base import F32, StepInput
-from paceline.engine.engine import Engine
-from paceline.engine.sampler import choice_seed
-from paceline.errors import PacelineError, ParameterError, PromptTooLongError
-from paceline.types import Delta, SamplingParams
 
 ANY_TEXT = PieceTokenizer([*"<XYab>", "<end>", "<turn>"], special=[6, 7])
 

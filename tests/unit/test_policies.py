@@ -3,14 +3,14 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from scripted_engine import Answers, Clock, finish, make_engine, make_request
-from test_scheduler import add, make_scheduler
 
 from paceline.backends.base import StepInput
 from paceline.errors import ParameterError
 from paceline.policies.base import Budget, load_policy
 from paceline.policies.slo import SLO, Options
 from paceline.types import Delta, SamplingParams
+from tests.unit.scripted_engine import Answers, Clock, finish, make_engine, make_request
+from tests.unit.test_scheduler import add, make_scheduler
 
 BASE_S, TOKEN_S = 4e-3, 0.25e-3  # what a step costs in these tests
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from piece_tokenizer import PieceTokenizer
 
 from paceline.engine.sampler import Sampler, choice_seed, describe_failure, mix, token_logprob
 from paceline.types import SamplingParams
+from tests.unit.piece_tokenizer import PieceTokenizer
 
 PIECES = PieceTokenizer(["<end>", "a", "b", " a", "c"])
 

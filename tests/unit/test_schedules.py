@@ -7,10 +7,10 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_engine import VOCAB, Answers, make_engine, make_request, run
 
 from paceline.engine.sampler import choice_seed
 from paceline.types import Request, SamplingParams
+from tests.unit.scripted_engine import VOCAB, Answers, make_engine, make_request, run
 
 MAX_LEN = 96
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from piece_tokenizer import PieceTokenizer
 
 from paceline.engine.sequence import Sequence
 from paceline.text.stream_decoder import StopMatcher
 from paceline.types import Request, SamplingParams
+from tests.unit.piece_tokenizer import PieceTokenizer
 
 PIECES = PieceTokenizer(["<end>", "a", "b", "c", "ab", "bca"], special=[0])
 

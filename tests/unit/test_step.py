@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler import add, make_scheduler
 
 from paceline.config import EngineConfig
 from paceline.engine.sequence import Sequence
 from paceline.engine.step import StepBuilder, step_limits
+from tests.unit.test_scheduler import add, make_scheduler
 
 CONFIG = EngineConfig(block_size=16, max_num_seqs=6, max_batched_tokens=128)
 

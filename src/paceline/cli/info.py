@@ -126,6 +126,8 @@ def _print(facts: dict[str, Any]) -> None:
          f"{format_bytes(memory['total_bytes'])}"),
     ]  # fmt: skip
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
     Console(soft_wrap=True).print(table, markup=False, highlight=False)
