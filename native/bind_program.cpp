@@ -1,5 +1,6 @@
 // Program for Python: every array is checked here for type, shape and contiguity; program.cpp checks what is in it.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -224,6 +225,7 @@ class BoundProgram {
 
 void bind_program(nb::module_& m) {
   m.def("active_isa", [] { return choose_table("").isa; }, "Name of the kernels that run where none are asked for.");
+  m.def("q8_row_bytes", [](int cols) { return q8_row_bytes(cols); }, "Bytes of a q8 row of so many columns.");
   nb::class_<BoundProgram>(m, "Program")
       .def(nb::init<int, std::optional<std::string>, std::tuple<int, int, int, int>, std::tuple<int, int, int, int, int, std::string>,
                     std::tuple<int, int>, std::vector<size_t>>(),

@@ -207,6 +207,7 @@ void Program::forward(const StepArrays& a) {
   step_.scratch = scratch_of_thread_.data();
   step_.scratch_bytes = scratch_bytes_;
   list_attention(a);
+  if (is_profiling_) time_op(0);  // also where other threads finish ops before this one comes
   pool_.run(int(ops_.size()), [](void* self, int op, int thread) { static_cast<Program*>(self)->run_op(op, thread); }, this);
   if (is_profiling_) time_op(-1);
 }

@@ -136,7 +136,7 @@ void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to)
 
 // Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far.
 // The row sees keys [begin, end) of the tile; the others get exactly 0.
-void softmax_tile(const Item& it, int row, int begin, int end) {
+__attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
   Row& state = it.s.rows[row];
   float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
   f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
@@ -166,6 +166,13 @@ void softmax_tile(const Item& it, int row, int begin, int end) {
   for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
 }
 
+// One row's share of a tile that its neighbours do not see.
+template <class E>
+__attribute__((noinline)) void mix_row(const Item& it, const Tile<E>& tile, int row, int begin, int end) {
+  float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  mix_rows<1>(it.s.p + row * kTile, tile, begin, end, it.dim, out, it.dim_padded);
+}
+
 // Scores, softmax and output of R neighbouring rows over the tile of keys [first, first + kTile).
 template <int R, class E>
 void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
@@ -184,13 +191,9 @@ void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
   dot_rows<R>(q, it.dim_padded, tile, (any_end + 15) / 16, it.dim, p, kTile);
   for (int r = 0; r < R; r++) if (end[r] > begin[r]) softmax_tile(it, row + r, begin[r], end[r]);
   if (all_begin >= all_end) all_begin = all_end = kTile;
-  for (int r = 0; r < R; r++) {
-    mix_rows<1>(p + r * kTile, tile, begin[r], min_int(end[r], all_begin), it.dim, out + r * it.dim_padded, it.dim_padded);
-  }
+  for (int r = 0; r < R; r++) mix_row(it, tile, row + r, begin[r], min_int(end[r], all_begin));
   mix_rows<R>(p, tile, all_begin, all_end, it.dim, out, it.dim_padded);
-  for (int r = 0; r < R; r++) {
-    mix_rows<1>(p + r * kTile, tile, max_int(begin[r], all_end), end[r], it.dim, out + r * it.dim_padded, it.dim_padded);
-  }
+  for (int r = 0; r < R; r++) mix_row(it, tile, row + r, max_int(begin[r], all_end), end[r]);
 }
 
 template <class E>

@@ -43,7 +43,10 @@ void scale(const Op& op, const Step& step, Work& work) {
 }
 
 void softcap(const Op& op, const Step& step, Work& work) {
-  map_columns(op, step, work, [&](f32x16 x) { return mul(tanh(div(x, set1(op.softcap))), set1(op.softcap)); });
+  map_columns(op, step, work, [&](f32x16 x) {
+    f32x16 finite_or_nan = min(set1(1e30f), max(set1(-1e30f), x));  // min and max return their second operand if NaN
+    return fma(finite_or_nan, set1(0.0f), mul(tanh(div(x, set1(op.softcap))), set1(op.softcap)));
+  });
 }
 
 void select(const Op& op, const Step& step, Work& work) {

@@ -1,4 +1,4 @@
-"""The definition of every op, in float32 NumPy: slow, short, and what other backends are tested against."""
+"""The definition of every op, in float32 NumPy: slow, short; other backends are tested by it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def quantize_dequantize(x: F32) -> F32:
     amax = np.abs(groups).max(axis=2, keepdims=True)
     inverse = np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
     quants = np.rint(groups * inverse)
-    return (quants * (amax / np.float32(127))).reshape(rows, -1)[:, :cols]
+    dense: F32 = (quants * (amax / np.float32(127))).reshape(rows, -1)
+    return dense[:, :cols]
 
 
 def rope_table(rope: RopeTable, num_positions: int) -> F32:
@@ -49,10 +50,11 @@ def rope_table(rope: RopeTable, num_positions: int) -> F32:
 
 
 def rms_norm(x: F32, weight: F32, eps: float, heads: int = 1) -> F32:
-    """x / sqrt(mean(x²) + eps) * weight over each of `heads` column groups; weight [cols / heads]."""
-    groups = x.reshape(len(x), heads, -1)
-    mean = np.mean(groups * groups, axis=2, keepdims=True, dtype=np.float32)
-    return (groups / np.sqrt(mean + np.float32(eps)) * weight).reshape(x.shape)
+    """x / sqrt(mean(x²) + eps) * weight over each of `heads` column groups."""
+    groups = x.reshape(len(x), heads, x.shape[1] // heads)
+    mean = (groups * groups).mean(axis=2, keepdims=True, dtype=np.float32)
+    y: F32 = groups / np.sqrt(mean + np.float32(eps)) * weight
+    return y.reshape(x.shape)
 
 
 def rotate(x: F32, heads: int, rope: RopeTable, positions: I32) -> F32:
@@ -68,10 +70,11 @@ def rotate(x: F32, heads: int, rope: RopeTable, positions: I32) -> F32:
 
 
 def visible_keys(step: StepInput, seq: int, window: int) -> npt.NDArray[np.bool_]:
-    """[n, ctx + n]: whether row i of the sequence sees key j of its KV (context, then the step's rows).
+    """[n, ctx + n]: whether row i of the sequence sees key j of its KV.
 
-    A tree mask of 0 means causal. The window counts the keys a row sees, not the cache's slots, so a
-    draft-tree node sees what the same token would see in a chain.
+    Keys are the context, then the step's rows. A tree mask of 0 means causal. The window counts the
+    keys a row sees, not the cache's slots, so a draft-tree node sees what the same token would see
+    in a chain.
     """
     first, n, ctx = (int(x) for x in step.seqs[seq])
     own = np.tri(n, dtype=np.bool_)
@@ -88,7 +91,7 @@ def visible_keys(step: StepInput, seq: int, window: int) -> npt.NDArray[np.bool_
 
 @dataclass(slots=True)
 class LayerKV:
-    """K and V of one layer, [num_slots, kv_heads, head_dim], float32 holding values of the KV dtype."""
+    """K and V of one layer, [num_slots, kv_heads, head_dim]: values of the KV dtype, in float32."""
 
     k: F32
     v: F32
@@ -111,7 +114,7 @@ class _Run:
         kv.v[self.step.slots] = round_to(dtype, v).reshape(shape)
 
     def attend(self, q: F32, op: Op) -> F32:
-        """softmax(scale · q kᵀ, softcapped and masked) v for every row, query head by KV head group."""
+        """softmax(scale · q kᵀ, softcapped and masked) v, for every row and query head."""
         a, step = op.attrs, self.step
         kv, block = self.backend.layers[a["layer"]], self.backend.kv.block_size
         heads, groups, dim = a["heads"], a["kv_heads"], a["head_dim"]
@@ -178,11 +181,14 @@ def _rope_store(run: _Run, op: Op, q: F32, k: F32, v: F32) -> F32:
 
 
 def _gated_act(run: _Run, op: Op, gate: F32, up: F32) -> F32:
+    y: F32
     if op.attrs["act"] == "silu":
         with np.errstate(over="ignore"):
-            return gate / (1 + np.exp(-gate)) * up
-    inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
-    return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+            y = gate / (1 + np.exp(-gate)) * up
+    else:
+        inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
+        y = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+    return y
 
 
 _OPS: dict[str, Callable[..., F32]] = {
@@ -197,7 +203,7 @@ _OPS: dict[str, Callable[..., F32]] = {
     "gated_act": _gated_act,
     "add": lambda run, op, a, b: a + b,
     "scale": lambda run, op, x: x * np.float32(op.attrs["factor"]),
-    "softcap": lambda run, op, x: np.tanh(x / np.float32(op.attrs["cap"])) * np.float32(op.attrs["cap"]),
+    "softcap": lambda run, op, x: np.tanh(x / op.attrs["cap"]) * np.float32(op.attrs["cap"]),
     "select": lambda run, op, x: x[run.step.logit_rows],
 }  # fmt: skip
 

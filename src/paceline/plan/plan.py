@@ -7,7 +7,7 @@ is the definition of each op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,6 +106,14 @@ class Plan:
 
     def output(self, name: str, value: Value) -> None:
         self.outputs[name] = value
+
+    def derive(self, ops: Iterable[Op], outputs: Mapping[str, Value] | None = None) -> Plan:
+        """Return a plan of `ops` with these outputs (default: mine) whose new values continue my ids."""
+        plan = Plan()
+        plan.ops = list(ops)
+        plan.outputs = dict(self.outputs if outputs is None else outputs)
+        plan._next_id = self._next_id
+        return plan
 
 
 @dataclass(frozen=True, slots=True)

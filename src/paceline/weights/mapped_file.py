@@ -1,0 +1,43 @@
+"""A file mapped read-only, and a clear word on files that are no model at all."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import ModelFormatError, ModelNotFoundError
+
+
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
+    """The file's bytes as a read-only array that costs no memory until it is read.
+
+    Raises ModelNotFoundError if it cannot be opened, and ModelFormatError if it is empty, a Git LFS
+    pointer, or a web page saved in the model's place.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(200)
+            if not head:
+                raise ModelFormatError(f"{path} is empty (0 bytes): download it again")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ModelNotFoundError(f"cannot read {path}: {reason}") from error
+    _refuse_stand_in(path, head, len(mapped))
+    return np.frombuffer(mapped, np.uint8)
+
+
+def _refuse_stand_in(path: Path, head: bytes, size: int) -> None:
+    if head.startswith(b"version https://git-lfs"):
+        match = re.search(rb"size (\d+)", head)
+        expected = f"{int(match[1])} bytes" if match else "the model"
+        raise ModelFormatError(
+            f"{path} is a Git LFS pointer ({size} bytes), not the file it stands for "
+            f"({expected}): run `git lfs pull`"
+        )
+    if head.lstrip()[:5].lower() in (b"<html", b"<!doc"):
+        raise ModelFormatError(f"{path} is a web page ({size} bytes): download the model again")

@@ -1,0 +1,46 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.backends.base import KVSpec, StepLimits
+from paceline.backends.reference import ReferenceBackend
+from paceline.errors import PacelineError
+from paceline.measure.quality import sequence_logits
+from paceline.models.base import build_plan
+from paceline.weights.checkpoint import Checkpoint
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """`real_model(name)` is the path of a pulled catalogue model; skips where there is none."""
+
+    def find(name: str) -> Path:
+        from paceline.catalog import resolve
+
+        try:
+            return resolve(name)
+        except PacelineError as error:
+            pytest.skip(f"{name} is not here: run `paceline pull {name}` ({error})")
+
+    return find
+
+
+def reference_logits(
+    checkpoint: Checkpoint, token_ids: list[int], *, kv_dtype: str = "f32"
+) -> np.ndarray:
+    """Logits of every row [T, V], through the family's plan and the reference backend."""
+    blocks = -(-len(token_ids) // 16)
+    kv = KVSpec(num_blocks=blocks, block_size=16, dtype=kv_dtype)
+    limits = StepLimits(
+        max_tokens=len(token_ids), max_logit_rows=len(token_ids), max_seqs=1,
+        max_blocks_per_seq=blocks,
+    )  # fmt: skip
+    backend = ReferenceBackend()
+    backend.load(build_plan(checkpoint.config), checkpoint.tensors, kv=kv, limits=limits)
+    return np.concatenate(list(sequence_logits(backend, token_ids, kv=kv, limits=limits)))

@@ -1,0 +1,110 @@
+"""Law 1: a row's logits are the same bits however the work is cut, mixed, shared out or drafted."""
+
+import numpy as np
+import pytest
+
+from paceline.backends.native import NativeBackend
+from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
+
+SHAPES = {
+    "llama": Shape(),
+    "window and softcap": Shape(windows=(20, 0), softcap=2.0, heads=4, kv_heads=1, head_dim=40),
+    "qk-norm": Shape(qk_norm=True, head_dim=64, bias=True, heads=8),
+}
+LENGTHS = (150, 67, 5, 1)
+
+
+@pytest.fixture(scope="module", params=[(n, f) for n in SHAPES for f in ("f32", "q8_0")], ids=str)
+def model(request):
+    name, fmt = request.param
+    shape = SHAPES[name]
+    plan = decoder(shape)
+    weights = random_weights(plan, shape, fmt)
+    rng = np.random.default_rng(5)
+    prompts = [random_tokens(rng, n, shape.vocab) for n in LENGTHS]
+    runner = Runner.load(NativeBackend(1), plan, weights)
+    alone = [runner.step([(i, tokens)])[i] for i, tokens in enumerate(prompts)]
+    return plan, weights, prompts, alone
+
+
+def random_schedule(rng, prompts):
+    """Steps of random chunks until every prompt is through."""
+    done = [0] * len(prompts)
+    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+        waiting = [i for i, p in enumerate(prompts) if done[i] < len(p)]
+        chosen = rng.permutation([i for i in waiting if rng.random() < 0.7] or waiting[:1])
+        step = []
+        for i in (int(i) for i in chosen):
+            n = min(int(rng.choice([1, 2, 7, 16, 33, 64, 100])), len(prompts[i]) - done[i])
+            step.append((i, prompts[i][done[i] : done[i] + n]))
+            done[i] += n
+        yield step
+
+
+def same_bits(got, want):
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("block_size", [16, 48, 64])
+def test_random_ragged_schedules_give_the_bits_of_the_run_alone(model, threads, block_size):
+    plan, weights, prompts, alone = model
+    runner = Runner.load(
+        NativeBackend(threads), plan, weights, block_size=block_size, seed=block_size
+    )
+    rng = np.random.default_rng(threads * 100 + block_size)
+    for _ in range(3):
+        parts = {i: [] for i in range(len(prompts))}
+        for step in random_schedule(rng, prompts):
+            for seq, logits in runner.step(step).items():
+                parts[seq].append(logits)
+        for i, want in enumerate(alone):
+            same_bits(np.concatenate(parts[i]), want)
+            runner.restart(i)
+
+
+def random_tree(rng, n):
+    """Parents (-1: the context), each before its child."""
+    return [int(rng.integers(-1, i)) if rng.random() < 0.6 else i - 1 for i in range(n)]
+
+
+def path_of(node, parents):
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+@pytest.mark.parametrize("context", [1, 30, 63, 64, 100])
+@pytest.mark.parametrize("size", [1, 9, 64])
+def test_tree_node_gives_the_bits_of_its_token_in_a_chain(model, context, size):
+    plan, weights, prompts, _ = model
+    rng = np.random.default_rng(context + size)
+    runner = Runner.load(NativeBackend(2), plan, weights)
+    prompt = prompts[0][:context]
+    runner.step([(0, prompt)])
+    parents = random_tree(rng, size)
+    tokens = random_tokens(rng, size, 101)
+    paths = [path_of(i, parents) for i in range(size)]
+    masks = [sum(1 << j for j in path) for path in paths]
+    runner.step([(1, prompts[1][:40])])  # a neighbour in the same step is causal
+    got = runner.step(
+        [(1, prompts[1][40:45]), (0, tokens)], trees={0: ([len(p) - 1 for p in paths], masks)}
+    )[0]
+    for node in {0, size // 2, size - 1}:
+        runner.restart(2)
+        chain = [tokens[j] for j in paths[node]]
+        want = runner.step([(2, prompt + chain)])[2][-1]
+        same_bits(got[node], want)
+
+
+def test_profiling_changes_no_bits_and_counts_every_op(model):
+    plan, weights, prompts, alone = model
+    backend = NativeBackend(2)
+    runner = Runner.load(backend, plan, weights)
+    backend.set_profiling(True)
+    same_bits(runner.step([(0, prompts[0])])[0], alone[0])
+    seconds = backend.profile()
+    assert {"embed", "linear", "attend", "rope_store"} <= seconds.keys()
+    assert 0 < sum(seconds.values()) < 10
