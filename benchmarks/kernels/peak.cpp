@@ -32,18 +32,17 @@ static Int multiply_add(Int acc, Int a, Int b) { return _mm256_add_epi16(acc, _m
 #endif
 
 int main() {
-  constexpr long kLoops = 1000000, kChains = 10;
+  constexpr long kLoops = 1000000, kChains = 8;
   const double multiply_s = best_of(10, [] {
-    Int a = zero(), b = zero(), c0 = a, c1 = a, c2 = a, c3 = a, c4 = a, c5 = a, c6 = a, c7 = a, c8 = a, c9 = a;
+    Int a0 = zero(), a1 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
+    Int c0 = a0, c1 = a0, c2 = a0, c3 = a0, c4 = a0, c5 = a0, c6 = a0, c7 = a0;
     for (long i = 0; i < kLoops; i++) {
       // Unknown to the compiler each time, or it would compute one chain for all.
-      asm volatile("" : "+v"(a), "+v"(b), "+v"(c0), "+v"(c1), "+v"(c2), "+v"(c3), "+v"(c4), "+v"(c5), "+v"(c6), "+v"(c7));
-      asm volatile("" : "+v"(c8), "+v"(c9));
-      c0 = multiply_add(c0, a, b), c1 = multiply_add(c1, a, b), c2 = multiply_add(c2, a, b), c3 = multiply_add(c3, a, b);
-      c4 = multiply_add(c4, a, b), c5 = multiply_add(c5, a, b), c6 = multiply_add(c6, a, b), c7 = multiply_add(c7, a, b);
-      c8 = multiply_add(c8, a, b), c9 = multiply_add(c9, a, b);
+      asm volatile("" : "+v"(a0), "+v"(a1), "+v"(b0), "+v"(b1), "+v"(b2), "+v"(b3));
+      c0 = multiply_add(c0, a0, b0), c1 = multiply_add(c1, a0, b1), c2 = multiply_add(c2, a0, b2), c3 = multiply_add(c3, a0, b3);
+      c4 = multiply_add(c4, a1, b0), c5 = multiply_add(c5, a1, b1), c6 = multiply_add(c6, a1, b2), c7 = multiply_add(c7, a1, b3);
     }
-    asm volatile("" ::"v"(c0), "v"(c1), "v"(c2), "v"(c3), "v"(c4), "v"(c5), "v"(c6), "v"(c7), "v"(c8), "v"(c9));
+    asm volatile("" ::"v"(c0), "v"(c1), "v"(c2), "v"(c3), "v"(c4), "v"(c5), "v"(c6), "v"(c7));
   });
   const std::vector<uint64_t> memory(size_t(256) << 17, 1);  // 256 MiB: beyond any cache
   const double read_s = best_of(5, [&] {

@@ -90,6 +90,8 @@ PL_INLINE __m256i broadcast4(const void* p) {
 PL_INLINE i32x16 madd(i32x16 a, i32x16 b) { return {_mm256_madd_epi16(a.lo, b.lo), _mm256_madd_epi16(a.hi, b.hi)}; }
 PL_INLINE i32x16 madd(i32x16 a, __m256i b) { return {_mm256_madd_epi16(a.lo, b), _mm256_madd_epi16(a.hi, b)}; }
 PL_INLINE i32x16 add16(i32x16 a, i32x16 b) { return {_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)}; }
+// The compiler may not touch the sum until here: GCC 12 reassociates chains of adds, and then spills all their terms.
+PL_INLINE void settle(i32x16& a) { asm volatile("" : "+x"(a.lo), "+x"(a.hi)); }
 // Pairs of products as 16-bit lanes: unsigned quants of at most 7 bits, or signed ones.
 PL_INLINE i32x16 pairs_unsigned(u8x64 w, __m256i x) { return {_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)}; }
 PL_INLINE i32x16 pairs_signed(u8x64 w, u8x64 w_abs, __m256i x) {

@@ -77,6 +77,7 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
         if constexpr (shape::bits == 8) p = pairs_signed(block, abs_quants(block), four);
         else p = pairs_unsigned(block, four);
         pairs[t] = j == begin ? p : add16(pairs[t], p);
+        settle(pairs[t]);
       }
     }
     PL_UNROLL
@@ -85,6 +86,7 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
       if constexpr (shape::has_halves) p = madd(pairs[t], s.scale[begin / 4]);
       else p = madd(pairs[t], ones);
       ia[t] = begin == 0 ? p : add(ia[t], p);
+      settle(ia[t]);
     }
   }
   if constexpr (shape::zero != 0) {
