@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paceline._native as _native
 
+from paceline import _native
 from paceline.weights.repack import PackedTensor, pack_tensor
 from paceline.weights.tensor import BLOCK, FLOAT_FORMATS, QTensor
 

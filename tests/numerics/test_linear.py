@@ -7,11 +7,11 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-import paceline._native as _native
 import pytest
 
+from paceline import _native
 from paceline.weights.repack import PackedTensor, pack_tensor
-from paceline.weights.tensor import BLOCK, FLOAT_FORMATS, QTensor
+from paceline.weights.tensor import BLOCK, FLOAT_FORMATS, SCALE_OFFSETS, QTensor
 
 quants = pytest.importorskip("gguf.quants")
 gguf = pytest.importorskip("gguf")
@@ -20,10 +20,6 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 ISAS = _native.isas()
 FORMATS = sorted(BLOCK)
-SCALES = {
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82),
-    "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,),
-}  # fmt: skip
 SIZES = (32, 96, 160, 256, 288, 576, 896, 1408, 1536, 4544, 4864)
 
 
@@ -52,7 +48,7 @@ def random_tensor(fmt: str, rows: int, k: int) -> QTensor:
         return QTensor(fmt, (rows, k), data)
     weights, size = BLOCK[fmt]
     blocks = rng.integers(0, 256, (rows, k // weights, size), dtype=np.uint8)
-    for at in SCALES[fmt]:
+    for at in SCALE_OFFSETS[fmt]:
         scale = (rng.standard_normal((rows, k // weights, 1)) * 0.01).astype(np.float16)
         blocks[:, :, at : at + 2] = scale.view(np.uint8)
     return QTensor(fmt, (rows, k), blocks.reshape(rows, -1))

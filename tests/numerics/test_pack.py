@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paceline._native as _native
 import pytest
 
+from paceline import _native
 from paceline.errors import ModelFormatError
 from paceline.weights import repack
 from paceline.weights.repack import PackedTensor, pack_all, pack_tensor, packed_bytes

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import paceline._native as _native
 
+from paceline import _native
 from paceline.errors import ModelFormatError
 from paceline.weights.tensor import BLOCK, QTensor
 
