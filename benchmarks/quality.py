@@ -1,11 +1,11 @@
 """The price of our arithmetic: native against the float32 reference on 100 kB of prose.
 
-    python benchmarks/quality.py MODEL... [--characters 100000] [--kv-dtype f16] [--json out.json]
+    python benchmarks/quality.py MODEL... [--characters 100000] [--kv-dtype f16] [--json FILE]
 
-MODEL is anything `paceline run` takes. Per model: perplexity of both (context 512, second half of each
-window scored, as llama.cpp does), their ratio, mean KL(reference || native) and top-1 agreement. The
-reference interprets the family's plan in NumPy, in float32, over dequantised weights and a float32 KV
-cache. It takes minutes for models above 0.5 B.
+MODEL is anything `paceline run` takes. Per model: perplexity of both (context 512, second half of
+each window scored, as llama.cpp does), their ratio, mean KL(reference || native) and top-1
+agreement. The reference interprets the family's plan in NumPy, in float32, over dequantised weights
+and a float32 KV cache. It takes minutes for models above 0.5 B.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def measure(model: str, num_characters: int, kv_dtype: str) -> dict[str, object]
             for name, logits in (("reference", ref), ("native", ours)):
                 shifted = logits - logits.max(axis=1, keepdims=True)
                 picked = shifted[np.arange(len(targets)), targets]
-                losses[name] += (np.log(np.exp(shifted).sum(axis=1, dtype=np.float64)) - picked).tolist()
+                losses[name] += (
+                    np.log(np.exp(shifted).sum(axis=1, dtype=np.float64)) - picked
+                ).tolist()
             fidelities.append(compare_logits(ref, ours))
             row += len(ref)
     isa = native.isa
@@ -81,7 +83,9 @@ def measure(model: str, num_characters: int, kv_dtype: str) -> dict[str, object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--characters", type=int, default=100_000)
     parser.add_argument("--kv-dtype", default="f16", choices=("f16", "bf16", "f32"))
@@ -92,9 +96,11 @@ def main() -> None:
         row = measure(model, args.characters, args.kv_dtype)
         rows.append(row)
         print(
-            f"{model}: perplexity {row['perplexity_native']:.4f} native, {row['perplexity_reference']:.4f} reference, "
+            f"{model}: perplexity {row['perplexity_native']:.4f} native, "
+            f"{row['perplexity_reference']:.4f} reference, "
             f"ratio {row['ratio']:.5f} ± {row['ratio_stderr']:.5f}, KL {row['kl_mean']:.5f}, "
-            f"top-1 {100 * float(str(row['top1_agreement'])):.2f} %, {row['num_scored_tokens']} tokens",
+            f"top-1 {100 * float(str(row['top1_agreement'])):.2f} %, "
+            f"{row['num_scored_tokens']} tokens",
             flush=True,
         )
     if args.json:

@@ -2,10 +2,10 @@
 
     python benchmarks/vs_llama_cpp.py model.gguf [--threads 2] [--rounds 5] [--json out.json]
 
-llama.cpp comes from `pip install llama-cpp-python`; without it only Paceline is measured. Each round
-times both engines on the same fresh random prompt: prefill of `--prompt` tokens (time to the first
-token), then `--decode` tokens of one stream. Medians over the rounds; ratio is llama.cpp's time over
-ours, so above 1 we are faster.
+llama.cpp comes from `pip install llama-cpp-python`; without it only Paceline is measured. Each
+round times both engines on the same fresh random prompt: prefill of `--prompt` tokens (time to the
+first token), then `--decode` tokens of one stream. Medians over the rounds; ratio is llama.cpp's
+time over ours, so above 1 we are faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 
 class Paceline:
-    """One sequence at a time through the whole engine: scheduler, step builder, kernels, sampler."""
+    """One sequence at a time through the whole engine: scheduler, kernels, sampler."""
 
     name = "paceline"
 
@@ -94,7 +94,9 @@ class LlamaCpp:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -116,7 +118,9 @@ def main() -> None:
             if i:  # the first round warms up
                 times[engine.name].append(result)
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     rows = []
     for name, runs in times.items():
         prefill, decode = (statistics.median(r[i] for r in runs) for i in (0, 1))
@@ -125,19 +129,29 @@ def main() -> None:
             "engine": name, "prefill_tok_s": args.prompt / prefill, "decode_tok_s": 1 / decode,
             "prefill_s_range": spread[0], "decode_s_range": spread[1],
         })  # fmt: skip
-        print(f"{name:10s} prefill {args.prompt}: {args.prompt / prefill:8.1f} tok/s   decode: {1 / decode:7.1f} tok/s")
+        print(
+            f"{name:10s} prefill {args.prompt}: {args.prompt / prefill:8.1f} tok/s   "
+            f"decode: {1 / decode:7.1f} tok/s"
+        )
     if len(rows) == 2:
         ratio = [rows[0][k] / rows[1][k] for k in ("prefill_tok_s", "decode_tok_s")]
         print(f"ratio      prefill {ratio[0]:.2f}x   decode {ratio[1]:.2f}x")
     ours = engines[0]
-    python_share = statistics.median(ours.overhead) if isinstance(ours, Paceline) and ours.overhead else None
+    python_share = (
+        statistics.median(ours.overhead) if isinstance(ours, Paceline) and ours.overhead else None
+    )
     if python_share is not None:
         print(f"python and scheduling: {100 * python_share:.1f} % of a decode step (median)")
     if args.json:
         report = {
-            "model": Path(args.model).name, "threads": args.threads, "rounds": args.rounds, "commit": commit,
-            "machine": platform.processor() or platform.machine(), "python_share_of_decode_step": python_share, "rows": rows,
-        }  # fmt: skip
+            "model": Path(args.model).name,
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "commit": commit,
+            "machine": platform.processor() or platform.machine(),
+            "python_share_of_decode_step": python_share,
+            "rows": rows,
+        }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -58,17 +58,27 @@ class SamplingParams:
         ):  # fmt: skip
             value = getattr(self, name)
             _require(
-                isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number"
+                isinstance(value, int | float) and not isinstance(value, bool),
+                name,
+                value,
+                "a number",
             )
             _require(math.isfinite(value), name, value, "finite")
         for name in ("top_k", "min_tokens", "n"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+            _require(
+                isinstance(value, int) and not isinstance(value, bool), name, value, "an integer"
+            )
         for name in ("max_tokens", "seed", "logprobs"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and not isinstance(value, bool))
             _require(ok, name, value, "an integer")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "at least 1",
+        )
         _require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or positive")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
@@ -90,7 +100,10 @@ class SamplingParams:
             "logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}",
         )  # fmt: skip
         _require(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer"
+            self.seed is None or -(2**63) <= self.seed < 2**63,
+            "seed",
+            self.seed,
+            "a 64-bit integer",
         )
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")

@@ -23,11 +23,16 @@ pytestmark = [
 def _run(cpu: str | None, *args: str) -> subprocess.CompletedProcess[str]:
     prefix = [] if cpu is None else [str(QEMU), "-cpu", cpu]
     return subprocess.run(
-        [*prefix, sys.executable, "-m", "paceline", *args], capture_output=True, text=True, timeout=300
+        [*prefix, sys.executable, "-m", "paceline", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
-@pytest.mark.parametrize(("cpu", "isa"), [("Haswell", "avx2"), ("SandyBridge", "scalar"), ("Nehalem", "scalar")])
+@pytest.mark.parametrize(
+    ("cpu", "isa"), [("Haswell", "avx2"), ("SandyBridge", "scalar"), ("Nehalem", "scalar")]
+)
 @pytest.mark.parametrize("weights", ["q4_1", "q8_0", "bf16"])
 def test_an_older_cpu_gives_the_same_text_without_an_illegal_instruction(
     cpu: str, isa: str, weights: str, tmp_path: Path

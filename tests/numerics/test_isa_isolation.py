@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
-FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
+FLAGS = [
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512vnni",
+]
 
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 flags"),
@@ -20,15 +29,37 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("source", KERNELS, ids=lambda p: p.name)
-def test_a_kernel_file_defines_nothing_outside_its_own_namespace(source: Path, tmp_path: Path) -> None:
+def test_a_kernel_file_defines_nothing_outside_its_own_namespace(
+    source: Path, tmp_path: Path
+) -> None:
     # A weak symbol (an inline function or template of a library) could be kept from this object by
     # the linker and then run on a CPU that lacks AVX-512. -O0 inlines least, so it shows them all.
     obj = tmp_path / "kernel.o"
-    command = ["g++", "-std=c++20", "-O0", *FLAGS, "-DPL_ISA=avx512", "-DPL_ISA_avx512=1", "-ffp-contract=off"]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O0",
+        *FLAGS,
+        "-DPL_ISA=avx512",
+        "-DPL_ISA_avx512=1",
+        "-ffp-contract=off",
+    ]
     subprocess.run(
-        [*command, "-fvisibility=hidden", "-I", str(ROOT / "native"), "-c", str(source), "-o", str(obj)], check=True
+        [
+            *command,
+            "-fvisibility=hidden",
+            "-I",
+            str(ROOT / "native"),
+            "-c",
+            str(source),
+            "-o",
+            str(obj),
+        ],
+        check=True,
     )
-    listing = subprocess.run(["nm", "-C", "--defined-only", str(obj)], capture_output=True, text=True, check=True)
+    listing = subprocess.run(
+        ["nm", "-C", "--defined-only", str(obj)], capture_output=True, text=True, check=True
+    )
     shared = []
     for line in listing.stdout.splitlines():
         kind, name = line.split(maxsplit=2)[1:]

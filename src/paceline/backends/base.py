@@ -61,7 +61,9 @@ class StepOutput:
 class Backend(Protocol):
     """A device. Methods are called from one thread at a time."""
 
-    def load(self, plan: Plan, weights: Mapping[str, QTensor], *, kv: KVSpec, limits: StepLimits) -> None: ...
+    def load(
+        self, plan: Plan, weights: Mapping[str, QTensor], *, kv: KVSpec, limits: StepLimits
+    ) -> None: ...
 
     def forward(self, step: StepInput) -> StepOutput: ...
 
@@ -69,7 +71,7 @@ class Backend(Protocol):
         """Copy whole KV blocks, all layers, src[i] -> dst[i]."""
 
     def read_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Return [len(blocks), block_bytes]: the blocks' K and V of all layers, in the backend's layout."""
+        """Return [len(blocks), block_bytes]: K and V of all layers, in the backend's layout."""
 
     def write_blocks(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """Inverse of `read_blocks`."""

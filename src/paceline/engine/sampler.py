@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import paceline._native as native
-
 from paceline.backends.base import F32
 from paceline.types import SamplingParams, TokenLogprob
 

@@ -1,8 +1,8 @@
 """Plan: the op program that every backend executes.
 
-Activations are 2-D, [rows, cols]: T rows (the step's tokens) or L rows (the rows that need logits).
-Batch structure lives in StepInput alone, so a plan never depends on the batch. `backends/reference.py`
-is the definition of each op.
+Activations are 2-D, [rows, cols]: T rows (the step's tokens) or L rows (those that need logits).
+Batch structure lives in StepInput alone, so a plan never depends on the batch.
+`backends/reference.py` is the definition of each op.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Rows = Literal["tokens", "logits"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An activation. With `parent` it is a view of columns [offset, offset + cols) of the parent."""
+    """An activation. With `parent`: a view of columns [offset, offset + cols) of the parent."""
 
     id: int
     cols: int
@@ -51,7 +51,13 @@ class Plan:
         return Value(self._next_id - 1, cols, rows, **kw)
 
     def _emit(
-        self, name: str, cols: int, *inputs: Value, weights: Iterable[str] = (), rows: Rows | None = None, **attrs: Any
+        self,
+        name: str,
+        cols: int,
+        *inputs: Value,
+        weights: Iterable[str] = (),
+        rows: Rows | None = None,
+        **attrs: Any,
     ) -> Value:
         out = self.new_value(cols, rows or (inputs[0].rows if inputs else "tokens"))
         self.ops.append(Op(name, out, inputs, tuple(weights), attrs))
@@ -70,20 +76,30 @@ class Plan:
         return self._emit("rms_norm", x.cols, x, weights=(weight,), eps=eps, heads=heads)
 
     def rope(self, x: Value, heads: int, rope: RopeTable) -> Value:
-        """Rotate the halves of each head's first `2 * len(inv_freq)` columns by position * inv_freq."""
+        """Rotate halves of each head's first `2 * len(inv_freq)` columns by position * inv_freq."""
         return self._emit("rope", x.cols, x, heads=heads, rope=rope)
 
     def attention(
-        self, q: Value, k: Value, v: Value, *, layer: int, heads: int, kv_heads: int, scale: float, window: int = 0, softcap: float = 0.0
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        *,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
     ) -> Value:
-        """Store k and v at the step's slots, then causal (or tree) attention over each sequence's KV.
+        """Store k and v at the step's slots, then causal (or tree) attention over the sequence's KV.
 
-        `window` > 0 limits a token to the last `window` positions, itself included. `softcap` > 0 maps a
-        score s to softcap * tanh(s / softcap).
+        `window` > 0 limits a token to the last `window` positions, itself included. `softcap` > 0
+        maps a score s to softcap * tanh(s / softcap).
         """
         return self._emit(
-            "attention", q.cols, q, k, v, layer=layer, heads=heads, kv_heads=kv_heads, head_dim=q.cols // heads,
-            scale=scale, window=window, softcap=softcap,
+            "attention", q.cols, q, k, v, layer=layer, heads=heads, kv_heads=kv_heads,
+            head_dim=q.cols // heads, scale=scale, window=window, softcap=softcap,
         )  # fmt: skip
 
     def gated_act(self, gate: Value, up: Value, act: Literal["silu", "gelu_tanh"]) -> Value:
@@ -108,7 +124,7 @@ class Plan:
         self.outputs[name] = value
 
     def derive(self, ops: Iterable[Op], outputs: Mapping[str, Value] | None = None) -> Plan:
-        """Return a plan of `ops` with these outputs (default: mine) whose new values continue my ids."""
+        """Return a plan of `ops` and these outputs (default: mine); new values continue my ids."""
         plan = Plan()
         plan.ops = list(ops)
         plan.outputs = dict(self.outputs if outputs is None else outputs)
@@ -118,7 +134,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Rotary frequencies after any scaling: angle = position * inv_freq[i]; cos and sin times `mscale`."""
+    """Rotary frequencies after any scaling: angle = position * inv_freq[i]; cos, sin times `mscale`."""
 
     inv_freq: tuple[float, ...]
     mscale: float = 1.0
