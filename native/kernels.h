@@ -1,5 +1,5 @@
 // The contract between the program (program.cpp) and the kernels (kernels/*.cpp, compiled once per ISA).
-// Plain data only: this header is seen by code of every ISA, so it holds no inline code that a linker could share.
+// Seen by code of every ISA, so it holds plain data and `static` functions: nothing that a linker could share.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace paceline {
 //   int16 half_sum[Kp/16]  sum of the q of each half of a group, for exact zero points
 // Written by quantize_row (kernels/quantize.h) alone; a row with a NaN or an infinity has NaN scales.
 constexpr int kGroup = 32;
-constexpr size_t q8_padded(int k) { return (size_t(k) + 31) / 32 * 32; }
-constexpr size_t q8_row_bytes(int k) { return (q8_padded(k) + q8_padded(k) / 32 * 12 + 63) / 64 * 64; }
+static constexpr size_t q8_padded(int k) { return (size_t(k) + 31) / 32 * 32; }
+static constexpr size_t q8_row_bytes(int k) { return (q8_padded(k) + q8_padded(k) / 32 * 12 + 63) / 64 * 64; }
 
 struct Mat {                 // rows of f32 or q8; a view of columns shares the parent's stride
   uint8_t* data = nullptr;
@@ -47,7 +47,7 @@ struct KVLayout {            // K: [block][kv_head][head_dim][block_size]; V: [b
 };
 struct AttendItem { int32_t seq, kv_head, row_begin, row_end; };  // rows are step rows of one sequence
 // Rows of an item at most: about 48 query rows reuse a tile of K and V, and long prompts still make many items.
-constexpr int attend_row_tile(int group) { return group < 48 ? 48 / group : 1; }
+static constexpr int attend_row_tile(int group) { return group < 48 ? 48 / group : 1; }
 struct Step {
   int T = 0, B = 0, L = 0, max_blocks = 0;
   const int32_t *tokens = nullptr, *positions = nullptr, *slots = nullptr, *logit_rows = nullptr, *tables = nullptr;

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import write_random_gguf
+from tests.tiny import random_model, write_gguf
 
 QEMU = shutil.which("qemu-x86_64")
 pytestmark = [
@@ -37,7 +37,7 @@ def _run(cpu: str | None, *args: str) -> subprocess.CompletedProcess[str]:
 def test_an_older_cpu_gives_the_same_text_without_an_illegal_instruction(
     cpu: str, isa: str, weights: str, tmp_path: Path
 ) -> None:
-    model = write_random_gguf(tmp_path / "tiny.gguf", weights=weights)
+    model = write_gguf(random_model(), tmp_path / "tiny.gguf", fmt=weights)
     ask = ["run", str(model), "hello", "--raw", "-n", "20", "--temperature", "0", "--json"]
     here, there = _run(None, *ask), _run(cpu, *ask)
     assert there.returncode == 0, there.stderr  # 132 or -4 would be an illegal instruction

@@ -39,6 +39,7 @@ def test_a_kernel_file_defines_nothing_outside_its_own_namespace(
         "g++",
         "-std=c++20",
         "-O0",
+        "-fno-exceptions",
         *FLAGS,
         "-DPL_ISA=avx512",
         "-DPL_ISA_avx512=1",

@@ -79,6 +79,8 @@ def run(
     if as_json:
         result = {
             "model": loaded.name,
+            "isa": loaded.isa,
+            "num_threads": loaded.config.num_threads,
             "text": choice.text,
             "finish_reason": choice.finish_reason,
             "usage": asdict(choice.usage),

@@ -92,7 +92,7 @@ class Plan:
         window: int = 0,
         softcap: float = 0.0,
     ) -> Value:
-        """Store k and v at the step's slots, then causal (or tree) attention over the sequence's KV.
+        """Store k and v at the step's slots, then causal (or tree) attention over each one's KV.
 
         `window` > 0 limits a token to the last `window` positions, itself included. `softcap` > 0
         maps a score s to softcap * tanh(s / softcap).
@@ -134,7 +134,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """Rotary frequencies after any scaling: angle = position * inv_freq[i]; cos, sin times `mscale`."""
+    """Rotary frequencies after scaling: angle = position * inv_freq[i]; cos, sin times `mscale`."""
 
     inv_freq: tuple[float, ...]
     mscale: float = 1.0
