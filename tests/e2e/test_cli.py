@@ -4,15 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import httpx
 import pytest
 
-from tests.e2e.live import ALPHABET, wait_until
+from tests.e2e.live import ALPHABET, PACELINE, wait_until
 
-PACELINE = [sys.executable, "-c", "from paceline.cli.main import main; main()"]
 ENGINE = ["--kv-memory", "8M", "--threads", "1"]
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.e2e.live import LiveServer, wait_until
+from tests.e2e.live import HttpServer, LiveServer, wait_until
 
 MAX_TOKENS = 12_000
 
@@ -22,7 +22,7 @@ def server(long_script_path):
     live.close()
 
 
-def send(server: LiveServer, prompt: str = "0", **body: object) -> socket.socket:
+def send(server: HttpServer, prompt: str = "0", **body: object) -> socket.socket:
     """Send a completions call over a raw socket and leave the answer unread."""
     fields = {
         "model": "script",

@@ -91,26 +91,33 @@ def test_a_seed_fixes_a_sampled_answer(server):
 # ---- streams ----
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
 @pytest.mark.parametrize("max_tokens", [2, 50])
 def test_streams_carry_one_role_one_finish_and_usage_only_where_asked(
-    server, n, options, max_tokens
+    server, path, n, options, max_tokens
 ):
-    body = {"messages": HI, "temperature": 0, "n": n, "max_tokens": max_tokens}
-    events = server.stream(CHAT, **body, **({} if options is None else {"stream_options": options}))
+    """STR-04."""
+    body = {"temperature": 0, "n": n, "max_tokens": max_tokens}
+    body |= {"messages": HI} if path == CHAT else {"prompt": "a"}
+    events = server.stream(path, **body, **({} if options is None else {"stream_options": options}))
     assert events.count("[DONE]") == 1
     assert events[-1] == "[DONE]"
     for index in range(n):
         own = [choice for choice in choices(events) if choice["index"] == index]
-        assert [choice["delta"].get("role") for choice in own] == ["assistant"] + [None] * (
-            len(own) - 1
-        )
+        if path == CHAT:
+            roles = [choice["delta"].get("role") for choice in own]
+            assert roles == ["assistant"] + [None] * (len(own) - 1)
         finishes = [c["finish_reason"] for c in own if c["finish_reason"] is not None]
         assert finishes == ["length" if max_tokens == 2 else "stop"]
         assert own[-1]["finish_reason"] is not None
-    whole = server.post(CHAT, **body).json()
-    assert texts(events) == {c["index"]: c["message"]["content"] for c in whole["choices"]}
+    whole = server.post(path, **body).json()
+    assert texts(events) == {
+        c["index"]: c["message"]["content"] if path == CHAT else c["text"] for c in whole["choices"]
+    }
+    usage = whole["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     chunks = events[:-1]
     if options == {"include_usage": True}:
         assert chunks[-1]["choices"] == []

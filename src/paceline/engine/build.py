@@ -58,8 +58,16 @@ class LoadedModel:
         return {name: value for name, value in given.items() if value is not None}
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a plain prompt, with the begin token where the model wants it."""
-        return self.tokenizer.encode(text)
+        """Return the token ids of a plain prompt, with the begin token where the model wants it.
+
+        A begin marker that the text itself starts with is that token, and no second one is added.
+        """
+        bos_id = self.tokenizer.bos_id
+        marker = "" if bos_id is None else self.tokenizer.token_text(bos_id)
+        ids = self.tokenizer.encode(text.removeprefix(marker))
+        if bos_id is not None and marker and text.startswith(marker) and ids[:1] != [bos_id]:
+            return [bos_id, *ids]
+        return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's turn."""
