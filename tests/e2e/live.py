@@ -47,6 +47,15 @@ class HttpServer:
         self.port = port
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
 
+    def __enter__(self) -> HttpServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.client.close()
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json={"model": self.name, **body})
 
