@@ -100,7 +100,6 @@ def pack_all(
             if name not in packed:
                 tensor = tensors[name]
                 packed[name] = _pack(tensor, pool)
-                _drop_pages(tensor.data)
                 writer.add(name, packed[name])
             if progress is not None:
                 progress(len(packed), len(set(names)))
@@ -122,8 +121,11 @@ def _pack(tensor: QTensor, pool: ThreadPoolExecutor) -> PackedTensor:
         )
         for begin in range(0, panels, step)
     ]  # fmt: skip
-    for job in jobs:
+    for i, job in enumerate(jobs):
         job.result()
+        if tensor.row_order is None:  # as it goes, or a large tensor would be resident twice
+            _drop_pages(src[i * step * PANEL : (i + 1) * step * PANEL])
+    _drop_pages(tensor.data)
     return PackedTensor(tensor.format, rows, k, out)
 
 
