@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_threads_and_row_order_move_rows_and_nothing_else(fmt: str) -> None:
     k = BLOCK[fmt][0] * 3
     tensor = tensor_of(fmt, 21, k)
     order = np.random.default_rng(1).permutation(21).astype(np.int32)
-    moved = pack_tensor(tensor, order, num_threads=2)
+    moved = pack_tensor(replace(tensor, row_order=order), num_threads=2)
     plain = pack_tensor(QTensor(fmt, tensor.shape, tensor.data[order]))
     assert np.array_equal(moved.data, plain.data)
     assert not np.array_equal(moved.data, pack_tensor(tensor).data)

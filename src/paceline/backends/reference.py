@@ -127,7 +127,8 @@ class _Run:
             rows = slice(first, first + n)
             for g in range(groups):
                 k, v = kv.k[slots, g], kv.v[slots, g]  # [N, D]
-                scores = np.einsum("nhd,kd->hnk", queries[rows, g], k) * np.float32(a["scale"])
+                q_heads = queries[rows, g].swapaxes(0, 1)  # [H / G, n, D]
+                scores = (q_heads @ k.T) * np.float32(a["scale"])
                 if a["softcap"] > 0:
                     cap = np.float32(a["softcap"])
                     scores = np.tanh(scores / cap) * cap
@@ -135,7 +136,7 @@ class _Run:
                 p = np.exp(scores - scores.max(axis=2, keepdims=True))
                 p /= p.sum(axis=2, keepdims=True)
                 head = g * (heads // groups)
-                out[rows, head : head + heads // groups] = np.einsum("hnk,kd->nhd", p, v)
+                out[rows, head : head + heads // groups] = (p @ v).swapaxes(0, 1)
         return out.reshape(len(q), -1)
 
 

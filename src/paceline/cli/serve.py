@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -53,6 +54,7 @@ def serve(
     listener = listen(host, port)  # a taken port is told before the model is loaded
     loaded = load(model, config, chat_template_file=chat_template)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.freeze()  # what was loaded stays: collections that walked it would stall the streams
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(loaded), log_config=None, access_log=False, server_header=False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -209,15 +209,9 @@ def _from_gguf(file: GGUF) -> Checkpoint:
 
 def _half_rotation(tensor: StoredTensor, head_dim: int) -> Callable[[], QTensor]:
     """Undo the converter's interleaving: row 2j + h of a q or k head was row h * D/2 + j."""
-
-    def make() -> QTensor:
-        order = np.arange(tensor.shape[0]).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).ravel()
-        loaded = tensor.load()
-        if len(tensor.shape) == 2:
-            return loaded.rows(order)
-        return from_floats(dequantize(loaded)[order])
-
-    return make
+    rows = np.arange(tensor.shape[0], dtype=np.int32)
+    order = np.ascontiguousarray(rows.reshape(-1, head_dim // 2, 2).swapaxes(1, 2)).ravel()
+    return lambda: replace(tensor.load(), row_order=order)
 
 
 def _gguf_tokenizer(file: GGUF, fields: Fields) -> GGUFTokenizerData:

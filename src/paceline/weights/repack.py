@@ -28,7 +28,6 @@ from paceline.errors import ModelFormatError
 from paceline.weights.tensor import BLOCK, QTensor
 
 U8 = npt.NDArray[np.uint8]
-I32 = npt.NDArray[np.int32]
 
 PANEL = 16  # output rows of a panel
 PACK_VERSION = (
@@ -69,12 +68,10 @@ def source_fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def pack_tensor(
-    tensor: QTensor, row_order: I32 | None = None, *, num_threads: int = 1
-) -> PackedTensor:
-    """Return the packed copy of a matrix; packed row i is row `row_order[i]` of the source."""
+def pack_tensor(tensor: QTensor, *, num_threads: int = 1) -> PackedTensor:
+    """Return the packed copy of a matrix."""
     with ThreadPoolExecutor(num_threads) as pool:
-        return _pack(tensor, row_order, pool)
+        return _pack(tensor, pool)
 
 
 def pack_all(
@@ -102,8 +99,7 @@ def pack_all(
         for name in names:
             if name not in packed:
                 tensor = tensors[name]
-                packed[name] = _pack(tensor, None, pool)
-                _drop_pages(tensor.data)
+                packed[name] = _pack(tensor, pool)
                 writer.add(name, packed[name])
             if progress is not None:
                 progress(len(packed), len(set(names)))
@@ -111,7 +107,7 @@ def pack_all(
     return packed
 
 
-def _pack(tensor: QTensor, row_order: I32 | None, pool: ThreadPoolExecutor) -> PackedTensor:
+def _pack(tensor: QTensor, pool: ThreadPoolExecutor) -> PackedTensor:
     rows, k = _matrix_shape(tensor)
     panel_bytes = int(_native.packed_panel_bytes(tensor.format, k))
     panels = -(-rows // PANEL)
@@ -120,12 +116,16 @@ def _pack(tensor: QTensor, row_order: I32 | None, pool: ThreadPoolExecutor) -> P
     step = max(1, _CHUNK_BYTES // panel_bytes)
     jobs = [
         pool.submit(
-            _native.pack, tensor.format, src, k, row_order, out, begin, min(begin + step, panels)
+            _native.pack, tensor.format, src, k, tensor.row_order, out, begin,
+            min(begin + step, panels),
         )
         for begin in range(0, panels, step)
-    ]
-    for job in jobs:
+    ]  # fmt: skip
+    for i, job in enumerate(jobs):
         job.result()
+        if tensor.row_order is None:  # as it goes, or a large tensor would be resident twice
+            _drop_pages(src[i * step * PANEL : (i + 1) * step * PANEL])
+    _drop_pages(tensor.data)
     return PackedTensor(tensor.format, rows, k, out)
 
 

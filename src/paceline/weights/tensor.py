@@ -40,20 +40,18 @@ _BLOCKS_AT_ONCE = 1 << 14  # bounds the temporaries of dequantize to a few MB
 class QTensor:
     """A weight of `shape` [N, K], or [N] for vectors.
 
-    `data` is uint8 [N, row_bytes], or [row_bytes] for vectors.
+    `data` is uint8 [N, row_bytes], or [row_bytes] for vectors. With `row_order`, row i of the
+    weight is row `row_order[i]` of `data`: an order costs no copy, since no format mixes rows.
     """
 
     format: str
     shape: tuple[int, ...]
     data: U8
+    row_order: npt.NDArray[np.int32] | None = None
 
     @property
     def num_bytes(self) -> int:
         return int(self.data.nbytes)
-
-    def rows(self, order: npt.NDArray[np.intp]) -> QTensor:
-        """Copy with row `order[i]` of this tensor as row i: no format mixes rows."""
-        return QTensor(self.format, (len(order), *self.shape[1:]), self.data[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,8 @@ def dequantize(tensor: QTensor) -> F32:
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(blocks), step):
             out[start : start + step] = unpack(blocks[start : start + step])
-    return out.reshape(tensor.shape)
+    dense = out.reshape(tensor.shape)
+    return dense if tensor.row_order is None else dense[tensor.row_order]
 
 
 def is_finite(tensor: QTensor) -> bool:
