@@ -368,6 +368,9 @@ ENDS: dict[str, tuple[dict[str, Any], tuple[str, str, int]]] = {
         ("bc<|im_end|>de", "length", 5),
     ),
     "marker as stop": ({"stop": "<|im_end|>", "max_tokens": 20}, ("bc", "stop", 3)),
+    "hidden marker as stop, ends ignored": (
+        {"stop": "<|im_end|>", "ignore_eos": True, "max_tokens": 20}, ("bc", "stop", 3),
+    ),
     "marker as stop, ends ignored": (
         {
             "stop": "<|im_end|>", "ignore_eos": True, "skip_special_tokens": False,

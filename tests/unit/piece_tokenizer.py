@@ -30,6 +30,10 @@ class PieceTokenizer:
     def vocab_size(self) -> int:
         return len(self._pieces)
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return {self._pieces[i]: i for i in self._special}
+
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         ids = []
         while text:

@@ -89,8 +89,9 @@ def test_ignore_eos_runs_to_max_tokens() -> None:
     assert answer.text == "ab" + "X" * 17
 
 
-def test_the_marker_works_as_a_stop_string() -> None:
-    params = greedy(20, ignore_eos=True, skip_special_tokens=False, stop=("<turn>",))
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_the_marker_works_as_a_stop_string(is_hidden: bool) -> None:
+    params = greedy(20, ignore_eos=True, skip_special_tokens=is_hidden, stop=("<turn>",))
     answer = run(end_token_engine(), make_request("a", (0,), params))["a", 0]
     assert (answer.text, answer.end.finish_reason, answer.end.stop_reason) == (
         "ab",

@@ -12,7 +12,7 @@ PIECES = PieceTokenizer(["<end>", "a", "b", " a", "c"])
 
 def choose(params: SamplingParams, logits: list[float], output: tuple[int, ...] = ()) -> int:
     sampler = Sampler(5, [0], PIECES)
-    state = sampler.state(params, 0, (4, 4))
+    state = sampler.state(params, 0, (4, 4), params.stop_token_ids)
     for token in output:
         state.commit(token)
     [token], _ = sampler.sample(np.array([logits], np.float32), [0], [state])

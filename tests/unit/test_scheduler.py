@@ -48,7 +48,7 @@ def add(scheduler: Scheduler, number: int, num_prompt: int, priority: int = 0) -
         sampler=NoSampler(),
         decoder=NoText(),
         matcher=None,
-        end_ids=frozenset(),
+        ends={},
         arrival_ns=0,
     )
     scheduler.add(seq)

@@ -49,7 +49,7 @@ def make_sequence(max_len: int = 100, *, decoder: Any = None, **params: Any) -> 
         matcher=StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         if sampling.stop
         else None,
-        end_ids=frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else {0}),
+        ends=({} if sampling.ignore_eos else {0: None}) | {i: i for i in sampling.stop_token_ids},
         arrival_ns=1_000_000_000,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
 from paceline.text.stream_decoder import StopMatcher
-from paceline.types import Delta, FinishReason, Request, TokenLogprob
+from paceline.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 
 log = logging.getLogger(__name__)
 Sink = Callable[[Delta], None]
@@ -38,6 +38,9 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]: ...
 
     def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
 
@@ -393,6 +396,16 @@ class Engine:
         for request_id in list(self._live):
             self._abort(request_id)
 
+    def _ends(self, params: SamplingParams) -> dict[int, str | int | None]:
+        """Return the tokens that end a choice, each with its stop_reason."""
+        ends: dict[int, str | int | None] = {}
+        if not params.ignore_eos:
+            ends |= dict.fromkeys(self._eos_ids)
+        if params.skip_special_tokens:  # a hidden marker's text never reaches the stop matcher
+            special = self._tokenizer.special_tokens
+            ends |= {special[text]: text for text in params.stop if text in special}
+        return ends | {token_id: token_id for token_id in params.stop_token_ids}
+
     def _sequences(self, request: Request, request_number: int, number: int) -> list[Sequence]:
         """Return the choices of a request; the first computes the prompt for its siblings.
 
@@ -403,9 +416,7 @@ class Engine:
         max_len = min(self.max_model_len, self._num_pool_tokens)
         if params.max_tokens is not None:
             max_len = min(max_len, num_prompt + params.max_tokens)
-        end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            end_ids |= self._eos_ids
+        ends = self._ends(params)
         arrival_ns = request.arrival_ns or self._clock()
         choices = [
             Sequence(
@@ -415,13 +426,13 @@ class Engine:
                 token_ids=list(request.prompt_token_ids),
                 max_len=max_len,
                 sampler=self._sampler.state(
-                    params, choice_seed(seed, index), request.prompt_token_ids
+                    params, choice_seed(seed, index), request.prompt_token_ids, ends
                 ),
                 decoder=self._tokenizer.stream_decoder(params.skip_special_tokens),
                 matcher=StopMatcher(params.stop, params.include_stop_str_in_output)
                 if params.stop
                 else None,
-                end_ids=end_ids,
+                ends=ends,
                 arrival_ns=arrival_ns,
             )
             for index in range(params.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -55,10 +56,13 @@ class Sampler:
         self._end_ids = tuple(end_ids)
         self._encoder = encoder
 
-    def state(self, params: SamplingParams, seed: int, prompt: Seq[int]) -> SamplerState:
+    def state(
+        self, params: SamplingParams, seed: int, prompt: Seq[int], ends: Iterable[int]
+    ) -> SamplerState:
         """Return the state of a sequence that has no output yet.
 
-        A bad word is forbidden as it is tokenised with and without a space before it: the last
+        `ends` are the tokens that end it, held back until min_tokens like the model's own. A bad
+        word is forbidden as it is tokenised with and without a space before it: the last
         token may not follow the others.
         """
         words = [
@@ -78,7 +82,7 @@ class Sampler:
             frequency=params.frequency_penalty,
             bias=list(params.logit_bias.items()),
             bad_words=[word for word in words if word],
-            end_ids=[*self._end_ids, *params.stop_token_ids],
+            end_ids=[*self._end_ids, *ends],
             min_tokens=min(params.min_tokens, _MAX_INT),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             prompt=list(prompt) if params.repetition_penalty != 1 else [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,7 +52,7 @@ class Sequence:
     sampler: SamplerState
     decoder: StreamDecoder
     matcher: StopMatcher | None
-    end_ids: frozenset[int]  # stop_token_ids, and without ignore_eos the model's end tokens
+    ends: Mapping[int, str | int | None]  # tokens that end it -> the stop_reason each gives
     arrival_ns: int
     siblings: list[Sequence] = field(default_factory=list)
 
@@ -85,10 +86,8 @@ class Sequence:
         if not self.first_token_ns:
             self.first_token_ns = now_ns
         self.last_token_ns = now_ns
-        if token_id in self.end_ids:
-            self.finish_reason = "stop"
-            if token_id in self.request.params.stop_token_ids:
-                self.stop_reason = token_id
+        if token_id in self.ends:
+            self.finish_reason, self.stop_reason = "stop", self.ends[token_id]
             return self._flush()
         text = self._visible(self.decoder.feed(token_id))
         if self.finish_reason is None and len(self.token_ids) >= self.max_len:
