@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -63,7 +63,8 @@ class SamplingParams:
                 value,
                 "a number",
             )
-            _require(math.isfinite(value), name, value, "finite")
+            # An integer beyond the floats is no float either: isfinite would raise.
+            _require(abs(value) <= sys.float_info.max, name, value, "finite")
         for name in ("top_k", "min_tokens", "n"):
             value = getattr(self, name)
             _require(
@@ -105,6 +106,10 @@ class SamplingParams:
             self.seed,
             "a 64-bit integer",
         )
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(isinstance(value, tuple | list), name, value, "a tuple or a list")
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
         for text in self.bad_words:
