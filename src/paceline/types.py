@@ -12,6 +12,7 @@ from paceline.errors import ParameterError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_STOP_CHARS = 1024  # of one stop string: matching costs up to its length a token
 
 
 def _require(ok: bool, param: str, value: object, rule: str) -> None:
@@ -112,6 +113,12 @@ class SamplingParams:
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
+            if len(text) > MAX_STOP_CHARS:
+                raise ParameterError(
+                    f"stop holds a string of {len(text)} characters: at most {MAX_STOP_CHARS} are "
+                    "allowed",
+                    param="stop",
+                )
         for text in self.bad_words:
             _require(isinstance(text, str) and text != "", "bad_words", text, "a non-empty string")
         for bias in self.logit_bias.values():

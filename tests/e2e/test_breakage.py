@@ -96,7 +96,7 @@ def test_absurd_engine_options_are_named(options: dict[str, Any]):
     "field",
     [
         {"stop": "abc"}, {"bad_words": "abc"}, {"stop_token_ids": 5}, {"logit_bias": 5},
-        {"temperature": 10**400}, {"top_p": -(10**400)},
+        {"stop": ("x" * 1025,)}, {"temperature": 10**400}, {"top_p": -(10**400)},
     ],
 )  # fmt: skip
 def test_absurd_sampling_options_are_named(field: dict[str, Any]):
