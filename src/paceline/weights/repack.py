@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import struct
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -275,13 +275,12 @@ def _open_writer(path: Path | None) -> Iterator[_NoWriter]:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+        # Not tempfile's: its files are for the owner alone, and a model may be shared.
+        file = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp").open("xb")
     except OSError as error:
         _warn_unwritable(path, error)
         yield _NoWriter()
         return
-    os.close(handle)
-    file = Path(temporary).open("wb")  # noqa: SIM115 - the writer closes it
     writer = _CacheWriter(path, file)
     try:
         yield writer
