@@ -14,9 +14,16 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.config import EngineConfig
-from paceline.errors import ModelFormatError, ModelNotFoundError, PacelineError, ParameterError
+from paceline.errors import (
+    BackendError,
+    ModelFormatError,
+    ModelNotFoundError,
+    PacelineError,
+    ParameterError,
+)
+from paceline.weights.repack import pack_all
 from tests.e2e.live import ALPHABET
-from tests.tiny import random_model, write_gguf
+from tests.tiny import random_blocks, random_model, write_gguf
 
 GREEDY = SamplingParams(temperature=0, max_tokens=25)
 COMMAND = "from paceline.cli.main import main; main()"
@@ -33,6 +40,40 @@ def shell(line: str, *arguments: str, **environment: str) -> subprocess.Complete
 def llm(script_path: Path):
     with LLM(script_path, kv_memory_bytes=2**20, num_threads=2) as model:
         yield model
+
+
+@pytest.mark.parametrize("fmt", ["f32", "f16", "bf16"])
+def test_a_nan_weight_is_reported_at_load_and_ends_only_the_requests_that_meet_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fmt: str
+):
+    name = "model.embed_tokens.weight"
+    good = random_model(seed=3)
+    rows = good.tensors[name].copy()
+    rows[ord("!")] = np.nan
+    paths = {
+        kind: write_gguf(model, tmp_path / f"{kind}.gguf", fmt=fmt)
+        for kind, model in (("good", good), ("broken", good.with_tensor(name, rows)))
+    }
+    # "!" is never chosen, as its row would poison the next step.
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, logit_bias={ord("!"): -100})
+    with LLM(paths["good"], kv_memory_bytes=2**20) as model:
+        want = model.generate("abc", params)[0].outputs[0]
+    assert "infinity" not in caplog.text
+    with LLM(paths["broken"], kv_memory_bytes=2**20) as model:
+        assert f"NaN or infinity in the weights {name}:" in caplog.text
+        with pytest.raises(BackendError, match="not finite"):
+            model.generate(["a!c", "abc"], params)
+        got = model.generate("abc", params)[0].outputs[0]
+        assert (got.token_ids, got.logprobs) == (want.token_ids, want.logprobs)
+        assert model.loaded.engine.stats().num_live_blocks == 0
+
+
+def test_a_nan_in_a_norm_is_reported_at_load(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    name = "model.norm.weight"
+    model = random_model()
+    path = write_gguf(model.with_tensor(name, model.tensors[name] * np.nan), tmp_path / "m.gguf")
+    LLM(path, kv_memory_bytes=2**20).close()
+    assert f"NaN or infinity in the weights {name}" in caplog.text
 
 
 def run_arguments(path: Path, prompt: str = "a") -> tuple[str, ...]:
@@ -76,6 +117,16 @@ def test_a_window_beyond_the_kernels_integers_is_named(tmp_path: Path):
     path = write_gguf(random_model(), tmp_path / "m.gguf", overrides={key: 2**31})
     with pytest.raises(ModelFormatError, match=key):
         LLM(path)
+
+
+def test_the_packed_cache_is_for_all_whom_the_umask_allows(tmp_path: Path):
+    tensor = random_blocks(np.random.default_rng(0), "q8_0", (16, 32))
+    cache = tmp_path / "m.packed"
+    pack_all({"w": tensor}, ["w"], cache_path=cache, num_threads=1)
+    other = tmp_path / "other"
+    other.touch()
+    assert cache.stat().st_mode == other.stat().st_mode
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_an_empty_template_does_not_fall_back_to_the_models_own(script_path: Path):

@@ -179,9 +179,7 @@ def test_an_open_stream_ends_with_an_event_and_no_traceback_at_ctrl_c(long_scrip
     while "serving" not in line:
         line = process.stderr.readline()
         assert line, "the server did not start"
-    body = {
-        "model": "script", "prompt": "0", "stream": True, "temperature": 0, "bad_words": ["x"] * 800,
-    }  # fmt: skip
+    body = {"model": "script", "prompt": "0", "stream": True, "temperature": 0}
     text = ""
     with httpx.stream("POST", line.split()[-1] + "/completions", json=body, timeout=20) as answer:
         for part in answer.iter_text():

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from paceline import _native
 from paceline.errors import ModelFormatError
-from paceline.weights.tensor import BLOCK, QTensor
+from paceline.weights.tensor import BLOCK, QTensor, is_finite
 
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
@@ -98,17 +98,33 @@ def pack_all(
         if cached is not None:
             return cached
     packed: dict[str, PackedTensor] = {}
+    broken: list[str] = []
     with _open_writer(cache_path) as writer, ThreadPoolExecutor(num_threads) as pool:
         for name in names:
             if name not in packed:
                 tensor = tensors[name]
                 packed[name] = _pack(tensor, None, pool)
+                if not is_finite(tensor):
+                    broken.append(name)
                 _drop_pages(tensor.data)
                 writer.add(name, packed[name])
             if progress is not None:
                 progress(len(packed), len(set(names)))
-        writer.finish(fingerprint)
+        if broken:
+            warn_not_finite(broken)
+        else:  # a cache would hide the warning from the next start
+            writer.finish(fingerprint)
     return packed
+
+
+def warn_not_finite(names: Sequence[str]) -> None:
+    """Log that these weights hold NaN or infinity."""
+    _log.warning(
+        "NaN or infinity in the weights %s%s: requests that meet them end with an error; download "
+        "or convert the model again",
+        ", ".join(names[:3]),
+        f" and {len(names) - 3} more" if len(names) > 3 else "",
+    )
 
 
 def _pack(tensor: QTensor, row_order: I32 | None, pool: ThreadPoolExecutor) -> PackedTensor:
