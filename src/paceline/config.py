@@ -9,6 +9,7 @@ from paceline.errors import ParameterError
 
 KVDtype = Literal["f16", "bf16", "f32"]
 KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32")
+MAX_STEP = 2**20  # tokens and sequences of one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,16 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ParameterError(f"{name} is {value!r}: it must be at least 1", param=name)
+            if name in positive and value > MAX_STEP:
+                raise ParameterError(
+                    f"{name} is {value}: it must be at most {MAX_STEP}", param=name
+                )
+        for name, kind in (("policy", str), ("backend", str), ("seed", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ParameterError(
+                    f"{name} is {value!r}: it must be a {kind.__name__}", param=name
+                )
         if self.kv_dtype not in KV_DTYPES:
             raise ParameterError(
                 f"kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
+from operator import index
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from paceline.completion import Choice, ChoiceBuilder, Completion
@@ -32,9 +36,12 @@ class LLM:
 
     Keyword arguments are those of EngineConfig, and `chat_template` (a Jinja source). Prompts of
     one call run as one batch. Use it as a context manager, or `close()` it, to free its memory.
+    Threads may share it: their calls run one after the other.
     """
 
-    def __init__(self, model: str, *, chat_template: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | PathLike[str], *, chat_template: str | None = None, **options: Any
+    ) -> None:
         known = EngineConfig.__dataclass_fields__
         for name in options:
             if name not in known:
@@ -42,8 +49,11 @@ class LLM:
                     f"LLM has no option {name!r}: choose from {', '.join(sorted(known))}",
                     param=name,
                 )
+        if not isinstance(model, str | PathLike):
+            raise ParameterError(f"model is {model!r}: it must be a name or a path", param="model")
+        self._lock = threading.Lock()
         self._loaded: LoadedModel | None = load_model(
-            model, EngineConfig(**options), chat_template=chat_template
+            fspath(model), EngineConfig(**options), chat_template=chat_template
         )
 
     @property
@@ -65,7 +75,7 @@ class LLM:
         of it runs. Ctrl-C aborts what runs and leaves the LLM usable.
         """
         texts = _as_list(prompts)
-        ids = [self.loaded.encode_prompt(p) if isinstance(p, str) else list(p) for p in texts]
+        ids = [self.loaded.encode_prompt(p) if isinstance(p, str) else _ids(p) for p in texts]
         shown = [p if isinstance(p, str) else None for p in texts]
         return self._run(shown, ids, params, progress=progress)
 
@@ -97,7 +107,8 @@ class LLM:
         builders = [
             [ChoiceBuilder(idx, p.logprobs is not None) for idx in range(p.n)] for p in each
         ]
-        with _progress_bar(sum(p.n for p in each), is_shown=progress) as advance:
+        num_choices = sum(p.n for p in each)
+        with self._lock, _progress_bar(num_choices, is_shown=progress) as advance:
             for delta in stream(self.loaded.engine, requests):
                 builders[rows[delta.request_id]][delta.index].add(delta)
                 advance(len(delta.token_ids), delta.finish_reason is not None)
@@ -117,6 +128,10 @@ class LLM:
             params = SamplingParams(**self.loaded.default_params)
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
+        if not isinstance(params, list | tuple):
+            raise ParameterError(
+                f"params is {params!r}: give SamplingParams, or a list of them", param="params"
+            )
         if len(params) != num_prompts:
             raise ParameterError(
                 f"{len(params)} params for {num_prompts} prompts: give one for all, or one each",
@@ -126,9 +141,10 @@ class LLM:
 
     def close(self) -> None:
         """Free the engine, its KV cache and its threads. The LLM is then of no more use."""
-        if self._loaded is not None:
-            self._loaded.engine.stop(timeout_s=5.0)
-            self._loaded = None
+        with self._lock:
+            if self._loaded is not None:
+                self._loaded.engine.stop(timeout_s=5.0)
+                self._loaded = None
 
     def __enter__(self) -> LLM:
         return self
@@ -146,9 +162,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(isinstance(item, Integral) for item in items):
         return [items]
     return items
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    """Return the token ids of a prompt, those of NumPy as Python's own."""
+    try:
+        return [index(token_id) for token_id in prompt]
+    except TypeError:
+        raise ParameterError(
+            f"the prompt {str(prompt)[:80]} is neither text nor a list of token ids", param="prompt"
+        ) from None
 
 
 def new_request(token_ids: Sequence[int], params: SamplingParams) -> Request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +12,7 @@ from paceline.errors import ParameterError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_STOP_CHARS = 1024  # of one stop string: matching costs up to its length a token
 
 
 def _require(ok: bool, param: str, value: object, rule: str) -> None:
@@ -63,7 +64,8 @@ class SamplingParams:
                 value,
                 "a number",
             )
-            _require(math.isfinite(value), name, value, "finite")
+            # An integer beyond the floats is no float either: isfinite would raise.
+            _require(abs(value) <= sys.float_info.max, name, value, "finite")
         for name in ("top_k", "min_tokens", "n"):
             value = getattr(self, name)
             _require(
@@ -105,8 +107,18 @@ class SamplingParams:
             self.seed,
             "a 64-bit integer",
         )
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(isinstance(value, tuple | list), name, value, "a tuple or a list")
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
+            if len(text) > MAX_STOP_CHARS:
+                raise ParameterError(
+                    f"stop holds a string of {len(text)} characters: at most {MAX_STOP_CHARS} are "
+                    "allowed",
+                    param="stop",
+                )
         for text in self.bad_words:
             _require(isinstance(text, str) and text != "", "bad_words", text, "a non-empty string")
         for bias in self.logit_bias.values():

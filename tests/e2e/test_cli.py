@@ -167,3 +167,27 @@ def test_serve_logs_threads_and_kv_size(script_path):
     result = paceline("run", str(script_path), "Hi", *ENGINE, env=env)
     assert "1 threads (" in result.stderr
     assert "KV cache 8.0 MiB" in result.stderr
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_open_stream_ends_with_an_event_and_no_traceback_at_ctrl_c(long_script_path, times):
+    command = [*PACELINE, "serve", str(long_script_path), "--port", "0", "--kv-memory", "64M"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = ""
+    while "serving" not in line:
+        line = process.stderr.readline()
+        assert line, "the server did not start"
+    body = {"model": "script", "prompt": "0", "stream": True, "temperature": 0}
+    text = ""
+    with httpx.stream("POST", line.split()[-1] + "/completions", json=body, timeout=20) as answer:
+        for part in answer.iter_text():
+            if not text:
+                process.send_signal(signal.SIGINT)
+                if times == 2:
+                    time.sleep(0.3)
+                    process.send_signal(signal.SIGINT)
+            text += part
+    log = process.communicate(timeout=10)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in log
+    assert text.rstrip().endswith("[DONE]") or "shutting down" in text

@@ -122,3 +122,14 @@ def test_closing_the_server_ends_running_streams(long_script_path):
     assert time.monotonic() - start < 8
     assert live.stats().num_live_blocks == 0
     connection.close()
+
+
+def test_a_client_that_leaves_in_its_body_leaves_no_trace_in_the_log(server, caplog):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    connection.sendall(head + b'{"model":')
+    time.sleep(0.1)
+    connection.close()
+    time.sleep(0.2)
+    server.survive()
+    assert "Traceback" not in caplog.text

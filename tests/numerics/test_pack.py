@@ -20,6 +20,7 @@ from paceline.errors import ModelFormatError
 from paceline.weights import repack
 from paceline.weights.repack import PackedTensor, pack_all, pack_tensor, packed_bytes
 from paceline.weights.tensor import BLOCK, QTensor
+from tests.tiny import random_blocks
 
 FORMATS = sorted(BLOCK)
 # Rows of real models, in the formats' own multiples.
@@ -53,11 +54,12 @@ class Counted(Mapping[str, QTensor]):
 
 @pytest.fixture
 def tensors() -> Counted:
+    rng = np.random.default_rng(0)
     return Counted(
         {
-            "a": tensor_of("q4_1", 40, 96),
-            "b": tensor_of("q6_k", 16, 256),
-            "c": tensor_of("f16", 3, 7),
+            "a": random_blocks(rng, "q4_1", (40, 96)),
+            "b": random_blocks(rng, "q6_k", (16, 256)),
+            "c": random_blocks(rng, "f16", (3, 7)),
         }
     )
 
@@ -263,3 +265,13 @@ def test_fingerprint_changes_with_size_time_and_head(tmp_path: Path) -> None:
     os.utime(path, ns=(1, 1))
     seen.add(repack.source_fingerprint([path]))
     assert len(seen) == 4
+
+
+def test_weights_that_are_no_numbers_are_reported_at_every_start(
+    tensors: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors["b"].data[3, 208:210] = np.array([np.nan], "<f2").view(np.uint8)
+    for _ in range(2):
+        pack(tensors, tmp_path / "model.packed")
+    assert caplog.text.count("NaN or infinity in the weights b:") == 2
+    assert not list(tmp_path.iterdir())

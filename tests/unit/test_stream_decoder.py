@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -126,3 +127,16 @@ def test_a_failed_decoy_releases_what_it_held() -> None:
 
 def test_without_stops_text_passes_through() -> None:
     assert StopMatcher(()).feed("abc") == ("abc", None)
+
+
+def test_a_long_stop_string_costs_no_more_memory_than_its_length():
+    stop = "".join(chr(0x4E00 + i % 5000) for i in range(30_000))
+    tracemalloc.start()
+    try:
+        matcher = StopMatcher((stop,))
+        assert matcher.feed(stop[:100]) == ("", None)
+        assert matcher.feed("x") == (stop[:100] + "x", None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000

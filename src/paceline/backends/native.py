@@ -17,7 +17,7 @@ from paceline.errors import BackendError
 from paceline.plan.arena import Arena, assign_slots, root_id
 from paceline.plan.passes import lower
 from paceline.plan.plan import Op, Plan, RopeTable, Value
-from paceline.weights.repack import PackedTensor, pack_all
+from paceline.weights.repack import PackedTensor, pack_all, warn_not_finite
 from paceline.weights.tensor import QTensor, dequantize
 
 LINE = 64  # bytes of a cache line: rows begin on one
@@ -200,6 +200,8 @@ class _Builder:
     def _vector(self, name: str) -> F32:
         if name not in self._vectors:
             self._vectors[name] = np.ascontiguousarray(dequantize(self._weights[name]))
+            if not np.isfinite(self._vectors[name]).all():
+                warn_not_finite([name])
         return self._vectors[name]
 
     def _rope_table(self, rope: RopeTable) -> F32:

@@ -27,9 +27,13 @@ def resolve(
     entry = find(model)
     if entry is not None:
         return _resolve_entry(entry, pull, progress)
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError) as error:  # no folder of that user; too long; not to be entered
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelNotFoundError(f"cannot read {model[:80]!r}: {reason}") from None
     hub_id = _HUB_ID.fullmatch(model)
     if hub_id and not path.is_absolute() and hub_id[1].split("/")[0] not in (".", ".."):
         return _resolve_hub(hub_id[1], hub_id[2], pull)

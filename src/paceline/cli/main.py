@@ -68,8 +68,22 @@ def set_up_logging() -> None:
     )
 
 
+def set_up_streams() -> None:
+    """Make text that the terminal's encoding lacks show as `?`, and give closed streams a place.
+
+    A closed stream is None to Python, and its number would go to the next file that is opened.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
+        elif mode == "w":
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Run the command line: exit code 1 is an error of ours, 2 of usage, 130 Ctrl-C."""
+    set_up_streams()
     try:
         set_up_logging()
         code = app(standalone_mode=False)
@@ -81,8 +95,10 @@ def main() -> None:
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         code = EXIT_ERROR
-    except BrokenPipeError:
-        # The reader of our output has left. Python would complain again when it flushes at exit.
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # there the reader of our output has left
+            print(f"paceline: {error}", file=sys.stderr)
+        # Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_ERROR
     sys.exit(code)

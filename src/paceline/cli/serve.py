@@ -17,7 +17,7 @@ from paceline.errors import ParameterError
 
 # With CPython's 5 ms the event loop waits that long for the GIL while the engine thread is busy.
 _SWITCH_INTERVAL_S = 0.0005
-_GRACE_S = 3  # for calls in flight, at Ctrl-C
+_GRACE_S = 3.0  # for calls in flight, at Ctrl-C
 
 
 @engine_options
@@ -33,7 +33,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    Ctrl-C stops it; calls in flight get three seconds to end.
+    Ctrl-C stops it; calls in flight get three seconds to end, a second Ctrl-C ends them at once.
 
     **Examples**
 
@@ -44,10 +44,8 @@ def serve(
     - `curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d
       '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]}'`
     """
-    import uvicorn
-
     from paceline.cli.loading import load
-    from paceline.server.app import create_app
+    from paceline.server.serving import serve as serve_app
 
     if "PACELINE_LOG" not in os.environ:
         logging.getLogger().setLevel(logging.INFO)
@@ -55,17 +53,11 @@ def serve(
     loaded = load(model, config, chat_template_file=chat_template)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.freeze()  # what was loaded stays: collections that walked it would stall the streams
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(loaded), log_config=None, access_log=False, server_header=False,
-            timeout_graceful_shutdown=_GRACE_S, lifespan="on",
-        )
-    )  # fmt: skip
     shown_host, shown_port = listener.getsockname()[:2]
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
-    server.run(sockets=[listener])
+    serve_app(loaded, listener, grace_s=_GRACE_S)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -178,7 +178,9 @@ def _build_text(
     from paceline.text.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(checkpoint.tokenizer)
-    source = chat_template or checkpoint.chat_templates.get("default")
+    source = chat_template
+    if source is None:
+        source = checkpoint.chat_templates.get("default")
     if source is None:
         return tokenizer, None
     return tokenizer, ChatTemplate(source)

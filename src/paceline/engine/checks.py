@@ -9,11 +9,12 @@ from paceline.types import Request
 
 
 def check_ids(ids: Iterable[int], *, param: str, num_ids: int) -> None:
-    """Raise ParameterError naming the first id that is not in [0, num_ids)."""
+    """Raise ParameterError naming the first id that is no integer in [0, num_ids)."""
     for token_id in ids:
-        if not 0 <= token_id < num_ids:
+        if type(token_id) is not int or not 0 <= token_id < num_ids:
             raise ParameterError(
-                f"{param} holds the token id {token_id}: this model's ids are 0 to {num_ids - 1}",
+                f"{param} holds the token id {token_id!r}: this model's ids are the integers 0 to "
+                f"{num_ids - 1}",
                 param=param,
             )
 

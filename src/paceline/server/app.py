@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from paceline import __version__
@@ -212,11 +213,14 @@ async def read_body(http: HttpRequest) -> bytes:
         raise ApiError(415, f"content-type is {kind!r}: send application/json")
     parts: list[bytes] = []
     size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it")
-        parts.append(part)
+    try:
+        async for part in http.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it")
+            parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before its body was complete") from None
     return b"".join(parts)
 
 

@@ -43,13 +43,12 @@ class StopMatcher:
     the stop string in the text.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_starts", "_stops")
+    __slots__ = ("_held", "_include", "_longest", "_stops")
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         self._stops = stops
         self._include = include
         self._longest = max(map(len, stops), default=0)
-        self._starts = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -86,6 +85,7 @@ class StopMatcher:
     def _num_held(self, pending: str) -> int:
         """Length of the longest end of `pending` that begins a stop string."""
         for length in range(min(self._longest - 1, len(pending)), 0, -1):
-            if pending[-length:] in self._starts:
+            end = pending[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
                 return length
         return 0

@@ -9,6 +9,8 @@ from typing import Any
 
 from paceline.errors import ModelFormatError
 
+MAX_INT = 2**31 - 1  # sizes end up in the native core's 32-bit integers
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -35,7 +37,7 @@ class Fields:
         return ModelFormatError(f"{self.where}: {key} is {str(value)[:80]!r}: it must be {rule}")
 
     def integer(
-        self, key: str, default: int | None = None, *, low: int = 1, high: int = 1 << 31
+        self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT
     ) -> int:
         rule = f"an integer from {low} to {high}"
         value = self._get(key, default, rule)
@@ -66,7 +68,7 @@ class Fields:
             raise self._bad(key, value, "a string")
         return value
 
-    def optional_integer(self, key: str, *, low: int = 0, high: int = 1 << 31) -> int | None:
+    def optional_integer(self, key: str, *, low: int = 0, high: int = MAX_INT) -> int | None:
         return self.integer(key, low=low, high=high) if self.has(key) else None
 
     def optional_number(self, key: str, *, low: float = 0.0, high: float = 1e12) -> float | None:

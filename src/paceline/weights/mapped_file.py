@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ from paceline.errors import ModelFormatError, ModelNotFoundError
 def map_file(path: Path) -> npt.NDArray[np.uint8]:
     """The file's bytes as a read-only array that costs no memory until it is read.
 
-    Raises ModelNotFoundError if it cannot be opened, and ModelFormatError if it is empty, a Git LFS
-    pointer, or a web page saved in the model's place.
+    Raises ModelNotFoundError if it cannot be opened or is no regular file, and ModelFormatError if
+    it is empty, a Git LFS pointer, or a web page saved in the model's place.
     """
     try:
+        # Asked before it is opened: opening a pipe waits for its writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelNotFoundError(f"cannot read {path}: it is no regular file")
         with path.open("rb") as file:
             head = file.read(200)
             if not head:
@@ -27,6 +31,8 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ModelNotFoundError(f"cannot read {path}: {reason}") from error
+    except ValueError as error:  # files of /proc have content and no size
+        raise ModelFormatError(f"{path} cannot be mapped ({error}): copy it to a disk") from error
     _refuse_stand_in(path, head, len(mapped))
     return np.frombuffer(mapped, np.uint8)
 

@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ import numpy.typing as npt
 
 from paceline import _native
 from paceline.errors import ModelFormatError
-from paceline.weights.tensor import BLOCK, QTensor
+from paceline.weights.tensor import BLOCK, QTensor, is_finite
 
 U8 = npt.NDArray[np.uint8]
 
@@ -95,16 +94,32 @@ def pack_all(
         if cached is not None:
             return cached
     packed: dict[str, PackedTensor] = {}
+    broken: list[str] = []
     with _open_writer(cache_path) as writer, ThreadPoolExecutor(num_threads) as pool:
         for name in names:
             if name not in packed:
                 tensor = tensors[name]
+                if not is_finite(tensor):
+                    broken.append(name)
                 packed[name] = _pack(tensor, pool)
                 writer.add(name, packed[name])
             if progress is not None:
                 progress(len(packed), len(set(names)))
-        writer.finish(fingerprint)
+        if broken:
+            warn_not_finite(broken)
+        else:  # a cache would hide the warning from the next start
+            writer.finish(fingerprint)
     return packed
+
+
+def warn_not_finite(names: Sequence[str]) -> None:
+    """Log that these weights hold NaN or infinity."""
+    _log.warning(
+        "NaN or infinity in the weights %s%s: requests that meet them end with an error; download "
+        "or convert the model again",
+        ", ".join(names[:3]),
+        f" and {len(names) - 3} more" if len(names) > 3 else "",
+    )
 
 
 def _pack(tensor: QTensor, pool: ThreadPoolExecutor) -> PackedTensor:
@@ -275,13 +290,12 @@ def _open_writer(path: Path | None) -> Iterator[_NoWriter]:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+        # Not tempfile's: its files are for the owner alone, and a model may be shared.
+        file = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp").open("xb")
     except OSError as error:
         _warn_unwritable(path, error)
         yield _NoWriter()
         return
-    os.close(handle)
-    file = Path(temporary).open("wb")  # noqa: SIM115 - the writer closes it
     writer = _CacheWriter(path, file)
     try:
         yield writer

@@ -34,6 +34,7 @@ IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 _BLOCKS_AT_ONCE = 1 << 14  # bounds the temporaries of dequantize to a few MB
+_SCALES_AT_ONCE = 1 << 18  # and those of is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,16 @@ def dequantize(tensor: QTensor) -> F32:
 
 def is_finite(tensor: QTensor) -> bool:
     """True if no weight is NaN or infinite. Quantised formats are read at their scales only."""
-    if tensor.format in FLOAT_FORMATS:
-        return bool(np.isfinite(dequantize(tensor)).all())
-    block_bytes = BLOCK[tensor.format][1]
-    blocks = np.ascontiguousarray(tensor.data).reshape(-1, block_bytes)
-    return all(np.isfinite(_half(blocks, at)).all() for at in SCALE_OFFSETS[tensor.format])
+    blocks = np.ascontiguousarray(tensor.data).reshape(-1, BLOCK[tensor.format][1])
+    for start in range(0, len(blocks), _SCALES_AT_ONCE):
+        part = blocks[start : start + _SCALES_AT_ONCE]
+        if tensor.format in FLOAT_FORMATS:
+            found = [_UNPACK[tensor.format](part)]
+        else:
+            found = [_half(part, at) for at in SCALE_OFFSETS[tensor.format]]
+        if not all(np.isfinite(values).all() for values in found):
+            return False
+    return True
 
 
 def _half(blocks: U8, at: int) -> F32:
