@@ -37,9 +37,27 @@ Offsets gguf_string_offsets(Bytes buffer, int64_t offset, int64_t count) {
   return Offsets(data, {static_cast<size_t>(count) + 1}, owner);
 }
 
+// The strings between the offsets, decoded; bad UTF-8 becomes U+FFFD.
+nb::list gguf_strings(Bytes buffer, nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> offsets) {
+  nb::list strings;
+  for (size_t i = 0; i + 1 < offsets.size(); ++i) {
+    const int64_t begin = offsets.data()[i] + 8, end = offsets.data()[i + 1];
+    if (begin < 8 || end < begin || end > static_cast<int64_t>(buffer.size())) {
+      throw std::invalid_argument("string offsets leave the file");
+    }
+    const char* text = reinterpret_cast<const char*>(buffer.data()) + begin;
+    nb::object decoded = nb::steal(PyUnicode_DecodeUTF8(text, end - begin, "replace"));
+    if (!decoded.is_valid()) throw nb::python_error();
+    strings.append(decoded);
+  }
+  return strings;
+}
+
 }  // namespace
 
 void bind_gguf(nb::module_& m) {
   m.def("gguf_string_offsets", &gguf_string_offsets, nb::arg("buffer"), nb::arg("offset"), nb::arg("count"),
         "Offsets of the strings of a GGUF array, [count + 1]. Raises ValueError if one leaves the buffer.");
+  m.def("gguf_strings", &gguf_strings, nb::arg("buffer"), nb::arg("offsets"),
+        "All strings of a GGUF array whose offsets are known, as a list of str.");
 }

@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <climits>
@@ -36,6 +38,15 @@ void require(bool ok, const std::string& message) {
   if (!ok) throw std::invalid_argument(message);
 }
 std::string str(size_t n) { return std::to_string(n); }
+
+// Maps the pages of a file on a thread of its own, before the first step would fault on each of them. If the range is
+// unmapped meanwhile the kernel just stops.
+void populate_pages(Array<uint8_t, 1> pages) {
+  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ of Linux 5.14; older kernels refuse it, which costs nothing
+  void* begin = const_cast<uint8_t*>(pages.data());
+  const size_t size = pages.size();
+  std::thread([begin, size] { (void)madvise(begin, size, kPopulateRead); }).detach();
+}
 
 Format parse_format(const std::string& name) {
   for (int f = 0; f < int(Format::count); f++) {
@@ -206,6 +217,7 @@ void bind_weights(nb::module_& m) {
         nb::arg("format"), nb::arg("k"), "Bytes of one packed panel: 16 rows of k weights.");
   m.def("pack", pack, nb::arg("format"), nb::arg("src"), nb::arg("k"), nb::arg("row_order").none(), nb::arg("dst"),
         nb::arg("panel_begin"), nb::arg("panel_end"), "Pack panels of [N, row_bytes] source rows into dst; releases the GIL.");
+  m.def("populate_pages", populate_pages, nb::arg("pages"), "Map a page-aligned range of a file, in the background.");
   m.def("isas", [] {
     std::vector<std::string> names;
     for (const KernelTable* table : usable_tables()) names.emplace_back(table->isa);

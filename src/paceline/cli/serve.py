@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -52,7 +51,6 @@ def serve(
     listener = listen(host, port)  # a taken port is told before the model is loaded
     loaded = load(model, config, chat_template_file=chat_template)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.freeze()  # what was loaded stays: collections that walked it would stall the streams
     shown_host, shown_port = listener.getsockname()[:2]
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port

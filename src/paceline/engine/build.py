@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,8 +98,8 @@ def load_model(
         from paceline.catalog import resolve
 
         path = resolve(model)
-    with _no_garbage_collection(), ThreadPoolExecutor(max_workers=1) as pool:
-        checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
+    with ThreadPoolExecutor(max_workers=1) as pool:
         text = pool.submit(_build_text, checkpoint, chat_template)
         weight_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
         kv = size_kv(
@@ -137,18 +135,6 @@ def load_model(
     )
     logger.info(describe(loaded))
     return loaded
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Loading makes some 100,000 objects that all stay: walking them again and again is waste."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def display_name(model: str) -> str:

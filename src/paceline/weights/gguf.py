@@ -17,7 +17,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from paceline._native import gguf_string_offsets
+from paceline import _native
 from paceline.errors import ModelFormatError, UnsupportedModelError
 from paceline.weights.mapped_file import map_file
 from paceline.weights.tensor import BLOCK, StoredTensor
@@ -45,7 +45,7 @@ _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class StringArray(Sequence[str]):
-    """Strings in the mapped file, decoded one by one when asked for; bad UTF-8 becomes U+FFFD."""
+    """Strings in the mapped file, decoded when asked for; bad UTF-8 becomes U+FFFD."""
 
     data: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.int64]  # [n + 1] where each string's 8-byte length begins
@@ -65,11 +65,7 @@ class StringArray(Sequence[str]):
         return self.data[start:end].tobytes().decode("utf-8", "replace")
 
     def __iter__(self) -> Iterator[str]:
-        begin = int(self.offsets[0])
-        raw = self.data[begin : int(self.offsets[-1])].tobytes()
-        bounds = (self.offsets - begin).tolist()
-        for start, end in pairwise(bounds):
-            yield raw[start + 8 : end].decode("utf-8", "replace")
+        return iter(_native.gguf_strings(self.data, self.offsets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +213,7 @@ class _Cursor:
     def string_array(self) -> StringArray:
         count = self.count(8)
         try:
-            offsets = gguf_string_offsets(self.data, self.at, count)
+            offsets = _native.gguf_string_offsets(self.data, self.at, count)
         except ValueError as error:
             raise self.fail(f"is broken: {error}") from None
         self.at = int(offsets[-1])

@@ -33,6 +33,7 @@ PACK_VERSION = (
     1  # of the layout: raise it when a packed byte moves, so that old caches are rewritten
 )
 _ALIGN = 64
+_POPULATE_BYTES = 1 << 29  # up to this size a cache is mapped ahead of the first step
 _CHUNK_BYTES = 1 << 20  # of packed panels a thread takes at once
 # A cache file: this head, the tensors (64-byte aligned), the index (JSON) up to the file's end.
 _HEAD = struct.Struct("<16sQQ32s")  # magic, offset and size of the index, sha256 of the index
@@ -189,7 +190,10 @@ def _read_cache(
         index = _read_index(mapped)
         if index["version"] != PACK_VERSION or index["fingerprint"] != fingerprint:
             return None
-        return {name: _view(mapped, index["tensors"][name]) for name in names}
+        packed = {name: _view(mapped, index["tensors"][name]) for name in names}
+        if mapped.nbytes <= _POPULATE_BYTES:
+            _native.populate_pages(mapped)
+        return packed
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None
 
