@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from paceline.config import EngineConfig
+from paceline.engine.build import load_model
+from paceline.errors import PromptTooLongError
 from tests.e2e.live import (
     ALPHABET,
     HttpServer,
@@ -348,3 +351,16 @@ def test_a_long_chat_keeps_its_system_prompt_or_is_refused(server):
     refused = ask(room + 1)
     assert refused.status_code == 400
     assert str(CONTEXT) in refused.json()["error"]["message"]
+
+
+def test_a_text_beyond_any_context_is_refused_before_it_is_encoded(tmp_path, monkeypatch):
+    """SCH-05, its kind: encoding megabytes only to refuse them would hold up every stream."""
+    path = write_gguf(random_model(), tmp_path / "tiny.gguf")
+    loaded = load_model(str(path), EngineConfig(max_model_len=64))
+    longest = loaded.tokenizer.max_token_chars
+    monkeypatch.setattr(loaded.tokenizer, "encode", lambda *a, **k: pytest.fail("was encoded"))
+    text = "x" * (64 * longest + 1)
+    with pytest.raises(PromptTooLongError, match=f"{len(text)} characters.*64 tokens"):
+        loaded.encode_prompt(text)
+    with pytest.raises(PromptTooLongError, match="characters"):
+        loaded.encode_chat([{"role": "user", "content": [{"type": "text", "text": text}]}])

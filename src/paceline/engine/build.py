@@ -17,7 +17,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
 from paceline.engine.step import step_limits
-from paceline.errors import ParameterError, TemplateError
+from paceline.errors import ParameterError, PromptTooLongError, TemplateError
 from paceline.models.base import build_plan
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -62,6 +62,7 @@ class LoadedModel:
 
         A begin marker that the text itself starts with is that token, and no second one is added.
         """
+        self._check_fits(text, param="prompt")
         bos_id = self.tokenizer.bos_id
         marker = "" if bos_id is None else self.tokenizer.token_text(bos_id)
         ids = self.tokenizer.encode(text.removeprefix(marker))
@@ -77,7 +78,28 @@ class LoadedModel:
                 "(paceline run --raw, /v1/completions) or give one with --chat-template",
                 param="messages",
             )
+        self._check_fits(messages, param="messages")
         return self.template.encode(list(messages), self.tokenizer)
+
+    def _check_fits(self, texts: object, *, param: str) -> None:
+        """Refuse a text that no tokenizer could fit into the context, before it is encoded."""
+        max_model_len = self.engine.max_model_len
+        limit = max_model_len * self.tokenizer.max_token_chars
+        num_chars = _num_chars(texts)
+        if num_chars > limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_chars} characters, a context of {max_model_len} tokens holds "
+                f"at most {limit}: shorten it or raise --max-model-len",
+                param=param,
+            )
+
+
+def _num_chars(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, Sequence) else 0
 
 
 def load_model(

@@ -56,6 +56,11 @@ class Tokenizer:
         """Finds the special tokens' texts in what users write."""
         return Markers(self.special_tokens)
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters of a prompt than this."""
+        return max(map(len, self._tokens), default=1)
+
     @property
     def adds_bos(self) -> bool:
         """True where plain text is encoded with a begin token before it."""
