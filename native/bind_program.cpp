@@ -29,13 +29,16 @@ using WeightPart = std::tuple<Array, size_t, int, int, std::string, std::optiona
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 Format parse_format(const std::string& name) {
-  constexpr const char* names[] = {"f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl"};
+  constexpr const char* names[] = {"f32",  "f16",  "bf16", "q4_0", "q4_1", "q5_0", "q5_1",
+                                   "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl"};
   static_assert(std::size(names) == size_t(Format::count));
-  for (size_t i = 0; i < std::size(names); i++) if (name == names[i]) return Format(i);
+  for (size_t i = 0; i < std::size(names); i++)
+    if (name == names[i]) return Format(i);
   fail("unknown weight format '" + name + "'");
 }
 OpCode parse_op(const std::string& name) {
-  for (int i = 0; i < int(OpCode::count); i++) if (name == op_name(OpCode(i))) return OpCode(i);
+  for (int i = 0; i < int(OpCode::count); i++)
+    if (name == op_name(OpCode(i))) return OpCode(i);
   fail("the native program has no op '" + name + "'");
 }
 
@@ -49,20 +52,24 @@ const T* check_array(const Array& a, const char* name, size_t ndim) {
   }
   if (a.dtype() != nb::dtype<T>() || !contiguous) {
     fail(std::string(name) + " must be a C-contiguous array of " + std::to_string(ndim) + " dimensions and of " +
-         (nb::dtype<T>().code == uint8_t(nb::dlpack::dtype_code::Float) ? "float" : nb::dtype<T>().code == uint8_t(nb::dlpack::dtype_code::Int) ? "int" : "uint") +
+         (nb::dtype<T>().code == uint8_t(nb::dlpack::dtype_code::Float) ? "float"
+          : nb::dtype<T>().code == uint8_t(nb::dlpack::dtype_code::Int) ? "int"
+                                                                        : "uint") +
          std::to_string(sizeof(T) * 8));
   }
   return static_cast<const T*>(a.data());
 }
 void check_length(const Array& a, const char* name, size_t dim, size_t length) {
   if (a.shape(dim) != length) {
-    fail(std::string(name) + " has " + std::to_string(a.shape(dim)) + " entries along dimension " + std::to_string(dim) + ": it must have " + std::to_string(length));
+    fail(std::string(name) + " has " + std::to_string(a.shape(dim)) + " entries along dimension " +
+         std::to_string(dim) + ": it must have " + std::to_string(length));
   }
 }
 const float* check_vector(const std::optional<Array>& a, const char* name, size_t least) {
   if (!a) return nullptr;
   const float* p = check_array<float>(*a, name, 1);
-  if (a->shape(0) < least) fail(std::string(name) + " has " + std::to_string(a->shape(0)) + " values: " + std::to_string(least) + " are read");
+  if (a->shape(0) < least)
+    fail(std::string(name) + " has " + std::to_string(a->shape(0)) + " values: " + std::to_string(least) + " are read");
   return p;
 }
 
@@ -70,21 +77,24 @@ const float* check_vector(const std::optional<Array>& a, const char* name, size_
 class BoundProgram {
  public:
   BoundProgram(int num_threads, const std::optional<std::string>& isa, std::tuple<int, int, int, int> limits,
-               std::tuple<int, int, int, int, int, std::string> kv, std::tuple<int, int> bounds, const std::vector<size_t>& slot_bytes)
-      : program_(choose_table(isa.value_or("")), check_threads(num_threads), std::make_from_tuple<StepLimits>(limits), check_kv(kv),
-                 std::make_from_tuple<Bounds>(bounds), slot_bytes) {
+               std::tuple<int, int, int, int, int, std::string> kv, std::tuple<int, int> bounds,
+               const std::vector<size_t>& slot_bytes)
+      : program_(choose_table(isa.value_or("")), check_threads(num_threads), std::make_from_tuple<StepLimits>(limits),
+                 check_kv(kv), std::make_from_tuple<Bounds>(bounds), slot_bytes) {
     std::tie(num_layers_, std::ignore, std::ignore, kv_heads_, head_dim_, std::ignore) = kv;
     num_positions_ = std::get<1>(bounds);
   }
 
-  void add_op(const std::string& name, const Place& out, const std::vector<Place>& inputs, const std::vector<WeightPart>& weights,
-              const std::vector<std::optional<Array>>& norms, const std::optional<Array>& rope_table, bool logit_rows, int heads, int kv_heads,
-              int head_dim, int layer, int window, int act, float eps, float scale, float softcap) {
+  void add_op(const std::string& name, const Place& out, const std::vector<Place>& inputs,
+              const std::vector<WeightPart>& weights, const std::vector<std::optional<Array>>& norms,
+              const std::optional<Array>& rope_table, bool logit_rows, int heads, int kv_heads, int head_dim, int layer,
+              int window, int act, float eps, float scale, float softcap) {
     Op op;
     op.code = parse_op(name);
     op.logit_rows = logit_rows;
     op.out = place(out, logit_rows);
-    if (inputs.size() > 3 || weights.size() > size_t(kMaxSegments) || norms.size() > 2) fail(name + " has too many inputs or weights");
+    if (inputs.size() > 3 || weights.size() > size_t(kMaxSegments) || norms.size() > 2)
+      fail(name + " has too many inputs or weights");
     for (size_t i = 0; i < inputs.size(); i++) op.in[i] = place(inputs[i], logit_rows && op.code != OpCode::select);
     for (const WeightPart& part : weights) op.seg[op.num_segments++] = segment(part);
     op.heads = heads;
@@ -98,14 +108,16 @@ class BoundProgram {
     op.softcap = softcap;
     if (heads < 1 || kv_heads < 1) fail(name + " needs at least one head");
     size_t norm_cols = op.code == OpCode::rms_norm ? size_t(op.in[0].cols / heads) : size_t(head_dim);
-    for (size_t i = 0; i < norms.size(); i++) op.norm_weight[i] = keep(check_vector(norms[i], "norm weight", norm_cols), norms[i]);
+    for (size_t i = 0; i < norms.size(); i++)
+      op.norm_weight[i] = keep(check_vector(norms[i], "norm weight", norm_cols), norms[i]);
     if (op.code == OpCode::rope_store || op.code == OpCode::attend) check_attention(op);
     if (rope_table) {
       op.rope_table = keep(check_array<float>(*rope_table, "rope_table", 3), rope_table);
       check_length(*rope_table, "rope_table", 0, size_t(num_positions_));
       check_length(*rope_table, "rope_table", 1, 2);
       op.rope_dims = int(rope_table->shape(2)) * 2;
-      if (op.rope_dims > head_dim) fail("rope_table turns " + std::to_string(op.rope_dims) + " columns of a head of " + std::to_string(head_dim));
+      if (op.rope_dims > head_dim)
+        fail("rope_table turns " + std::to_string(op.rope_dims) + " columns of a head of " + std::to_string(head_dim));
     }
     program_.add_op(op);
   }
@@ -115,8 +127,8 @@ class BoundProgram {
     if (logits_.is_q8 || logits_.stride != size_t(logits_.cols) * 4) fail("the output must be contiguous f32");
   }
 
-  Logits forward(nb::handle self, const Array& tokens, const Array& positions, const Array& slots, const Array& seqs, const Array& tables,
-                 const Array& logit_rows, const std::optional<Array>& tree) {
+  Logits forward(nb::handle self, const Array& tokens, const Array& positions, const Array& slots, const Array& seqs,
+                 const Array& tables, const Array& logit_rows, const std::optional<Array>& tree) {
     StepArrays a{};
     a.tokens = check_array<int32_t>(tokens, "tokens", 1);
     a.positions = check_array<int32_t>(positions, "positions", 1);
@@ -130,7 +142,8 @@ class BoundProgram {
     if (tree) check_length(*tree, "tree", 0, tokens.shape(0));
     check_length(seqs, "seqs", 1, 3);
     check_length(tables, "block_tables", 0, seqs.shape(0));
-    for (size_t n : {tokens.shape(0), seqs.shape(0), tables.shape(1), logit_rows.shape(0)}) if (n > size_t(INT32_MAX)) fail("the step is too large");
+    for (size_t n : {tokens.shape(0), seqs.shape(0), tables.shape(1), logit_rows.shape(0)})
+      if (n > size_t(INT32_MAX)) fail("the step is too large");
     a.T = int(tokens.shape(0));
     a.B = int(seqs.shape(0));
     a.L = int(logit_rows.shape(0));
@@ -148,10 +161,12 @@ class BoundProgram {
     check_blocks(dst);
     for (size_t i = 0; i < src.size(); i++) program_.copy_block(int(src[i]), int(dst[i]));
   }
-  void read_blocks(const std::vector<int64_t>& blocks, nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) const {
+  void read_blocks(const std::vector<int64_t>& blocks,
+                   nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) const {
     check_blocks(blocks);
     check_block_array(blocks.size(), out.shape(0), out.shape(1));
-    for (size_t i = 0; i < blocks.size(); i++) program_.read_block(int(blocks[i]), out.data() + i * program_.block_bytes());
+    for (size_t i = 0; i < blocks.size(); i++)
+      program_.read_block(int(blocks[i]), out.data() + i * program_.block_bytes());
   }
   void write_blocks(const std::vector<int64_t>& blocks, const Array& data) {
     const uint8_t* from = check_array<uint8_t>(data, "data", 2);
@@ -177,13 +192,16 @@ class BoundProgram {
     auto [layers, blocks, size, heads, dim, dtype] = kv;
     Format format = parse_format(dtype);
     if (int(format) > int(Format::bf16)) fail("kv dtype is '" + dtype + "': choose f16, bf16 or f32");
-    if (layers < 1 || blocks < 1 || heads < 1 || int64_t(blocks) * size > INT32_MAX) fail("the KV cache has an impossible shape");
+    if (layers < 1 || blocks < 1 || heads < 1 || int64_t(blocks) * size > INT32_MAX)
+      fail("the KV cache has an impossible shape");
     if (size < 16 || size % 16) fail("block_size is " + std::to_string(size) + ": choose a multiple of 16");
-    if (dim < 8 || dim % 8 || dim > 256) fail("head_dim is " + std::to_string(dim) + ": the native backend takes multiples of 8 up to 256");
+    if (dim < 8 || dim % 8 || dim > 256)
+      fail("head_dim is " + std::to_string(dim) + ": the native backend takes multiples of 8 up to 256");
     return {layers, blocks, size, heads, dim, format};
   }
   void check_attention(const Op& op) const {
-    if (op.kv_heads != kv_heads_ || op.head_dim != head_dim_ || op.heads % op.kv_heads || op.layer < 0 || op.layer >= num_layers_) {
+    if (op.kv_heads != kv_heads_ || op.head_dim != head_dim_ || op.heads % op.kv_heads || op.layer < 0 ||
+        op.layer >= num_layers_) {
       fail("an attention op does not fit the KV cache's layers, heads or head_dim");
     }
     if (op.out.is_q8 && op.head_dim % kGroup) fail("attend writes q8 only for head_dim a multiple of 32");
@@ -194,7 +212,8 @@ class BoundProgram {
     size_t row_bytes = is_q8 ? q8_row_bytes(cols) : size_t(cols) * 4;
     return {program_.arena(slot, offset, (rows - 1) * stride + row_bytes), stride, cols, is_q8};
   }
-  template <class T> const T* keep(const T* p, const std::optional<Array>& a) {
+  template <class T>
+  const T* keep(const T* p, const std::optional<Array>& a) {
     if (a) kept_.push_back(*a);
     return p;
   }
@@ -203,7 +222,8 @@ class BoundProgram {
     Segment s;
     s.weight = {check_array<uint8_t>(data, "packed weight", 1), panel_bytes, rows, k, parse_format(format)};
     size_t panels = (size_t(rows) + kPanel - 1) / kPanel;
-    if (panel_bytes < packed_panel_bytes(s.weight.format, k) || data.shape(0) < panels * panel_bytes) fail("a packed weight is too short");
+    if (panel_bytes < packed_panel_bytes(s.weight.format, k) || data.shape(0) < panels * panel_bytes)
+      fail("a packed weight is too short");
     kept_.push_back(data);
     s.bias = keep(check_vector(bias, "bias", size_t(rows)), bias);
     return s;
@@ -212,7 +232,8 @@ class BoundProgram {
     for (int64_t block : blocks) program_.check_block(block);
   }
   void check_block_array(size_t blocks, size_t rows, size_t cols) const {
-    if (rows != blocks || cols != program_.block_bytes()) fail("block data must be [blocks, " + std::to_string(program_.block_bytes()) + "] bytes");
+    if (rows != blocks || cols != program_.block_bytes())
+      fail("block data must be [blocks, " + std::to_string(program_.block_bytes()) + "] bytes");
   }
 
   std::vector<Array> kept_;
@@ -224,22 +245,30 @@ class BoundProgram {
 }  // namespace
 
 void bind_program(nb::module_& m) {
-  m.def("active_isa", [] { return choose_table("").isa; }, "Name of the kernels that run where none are asked for.");
-  m.def("q8_row_bytes", [](int cols) { return q8_row_bytes(cols); }, "Bytes of a q8 row of so many columns.");
+  m.def(
+      "active_isa", [] { return choose_table("").isa; }, "Name of the kernels that run where none are asked for.");
+  m.def(
+      "q8_row_bytes", [](int cols) { return q8_row_bytes(cols); }, "Bytes of a q8 row of so many columns.");
   nb::class_<BoundProgram>(m, "Program")
-      .def(nb::init<int, std::optional<std::string>, std::tuple<int, int, int, int>, std::tuple<int, int, int, int, int, std::string>,
-                    std::tuple<int, int>, std::vector<size_t>>(),
-           nb::kw_only(), nb::arg("num_threads"), nb::arg("isa").none(), nb::arg("limits"), nb::arg("kv"), nb::arg("bounds"), nb::arg("slot_bytes"))
+      .def(nb::init<int, std::optional<std::string>, std::tuple<int, int, int, int>,
+                    std::tuple<int, int, int, int, int, std::string>, std::tuple<int, int>, std::vector<size_t>>(),
+           nb::kw_only(), nb::arg("num_threads"), nb::arg("isa").none(), nb::arg("limits"), nb::arg("kv"),
+           nb::arg("bounds"), nb::arg("slot_bytes"))
       .def("add_op", &BoundProgram::add_op, nb::arg("name"), nb::arg("out"), nb::arg("inputs"), nb::kw_only(),
-           nb::arg("weights") = std::vector<WeightPart>(), nb::arg("norms") = std::vector<std::optional<Array>>(), nb::arg("rope_table") = nb::none(),
-           nb::arg("logit_rows") = false, nb::arg("heads") = 1, nb::arg("kv_heads") = 1, nb::arg("head_dim") = 0, nb::arg("layer") = 0,
-           nb::arg("window") = 0, nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f, nb::arg("softcap") = 0.0f)
+           nb::arg("weights") = std::vector<WeightPart>(), nb::arg("norms") = std::vector<std::optional<Array>>(),
+           nb::arg("rope_table") = nb::none(), nb::arg("logit_rows") = false, nb::arg("heads") = 1,
+           nb::arg("kv_heads") = 1, nb::arg("head_dim") = 0, nb::arg("layer") = 0, nb::arg("window") = 0,
+           nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f, nb::arg("softcap") = 0.0f)
       .def("set_output", &BoundProgram::set_output)
-      .def("forward", [](nb::handle self, const Array& tokens, const Array& positions, const Array& slots, const Array& seqs, const Array& tables,
-                         const Array& logit_rows, const std::optional<Array>& tree) {
-             return nb::cast<BoundProgram&>(self).forward(self, tokens, positions, slots, seqs, tables, logit_rows, tree);
-           },
-           nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("seqs"), nb::arg("block_tables"), nb::arg("logit_rows"), nb::arg("tree") = nb::none())
+      .def(
+          "forward",
+          [](nb::handle self, const Array& tokens, const Array& positions, const Array& slots, const Array& seqs,
+             const Array& tables, const Array& logit_rows, const std::optional<Array>& tree) {
+            return nb::cast<BoundProgram&>(self).forward(self, tokens, positions, slots, seqs, tables, logit_rows,
+                                                         tree);
+          },
+          nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("seqs"), nb::arg("block_tables"),
+          nb::arg("logit_rows"), nb::arg("tree") = nb::none())
       .def("copy_blocks", &BoundProgram::copy_blocks)
       .def("read_blocks", &BoundProgram::read_blocks, nb::arg("blocks"), nb::arg("out").noconvert())
       .def("write_blocks", &BoundProgram::write_blocks)

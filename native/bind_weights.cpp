@@ -23,15 +23,19 @@
 namespace {
 
 using namespace paceline;
-template <class T, int dims> using Array = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
+template <class T, int dims>
+using Array = nb::ndarray<const T, nb::ndim<dims>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Segments = std::vector<std::tuple<std::string, Array<uint8_t, 1>, int, int, std::optional<Array<float, 1>>>>;
 
-struct Block { const char* name; int weights, bytes; };  // of the source format
+struct Block {
+  const char* name;
+  int weights, bytes;
+};  // of the source format
 constexpr Block kBlocks[int(Format::count)] = {
-    {"f32", 1, 4},      {"f16", 1, 2},      {"bf16", 1, 2},      {"q4_0", 32, 18},   {"q4_1", 32, 20},
-    {"q5_0", 32, 22},   {"q5_1", 32, 24},   {"q8_0", 32, 34},    {"q2_k", 256, 84},  {"q3_k", 256, 110},
-    {"q4_k", 256, 144}, {"q5_k", 256, 176}, {"q6_k", 256, 210},  {"iq4_nl", 32, 18},
+    {"f32", 1, 4},      {"f16", 1, 2},      {"bf16", 1, 2},     {"q4_0", 32, 18},   {"q4_1", 32, 20},
+    {"q5_0", 32, 22},   {"q5_1", 32, 24},   {"q8_0", 32, 34},   {"q2_k", 256, 84},  {"q3_k", 256, 110},
+    {"q4_k", 256, 144}, {"q5_k", 256, 176}, {"q6_k", 256, 210}, {"iq4_nl", 32, 18},
 };
 
 void require(bool ok, const std::string& message) {
@@ -58,8 +62,9 @@ Format parse_format(const std::string& name) {
 Format checked(const std::string& name, int k) {
   const Format format = parse_format(name);
   const int block = kBlocks[int(format)].weights;
-  require(k > 0 && k <= INT_MAX / 64 && k % block == 0,
-          name + " weights have rows of " + std::to_string(k) + " values; they must be a positive multiple of " + std::to_string(block));
+  require(k > 0 && k <= INT_MAX / 64 && k % block == 0, name + " weights have rows of " + std::to_string(k) +
+                                                            " values; they must be a positive multiple of " +
+                                                            std::to_string(block));
   return format;
 }
 
@@ -76,8 +81,8 @@ Weight weight_of(const std::string& name, const Array<uint8_t, 1>& packed, int r
   w.panel_bytes = packed_panel_bytes(w.format, k);
   require(rows > 0, "a weight needs rows, not " + std::to_string(rows));
   const size_t need = size_t(rows + kPanel - 1) / kPanel * w.panel_bytes;
-  require(packed.size() >= need, "packed " + name + " [" + std::to_string(rows) + ", " + std::to_string(k) + "] takes " + str(need) +
-                                     " bytes, got " + str(packed.size()));
+  require(packed.size() >= need, "packed " + name + " [" + std::to_string(rows) + ", " + std::to_string(k) +
+                                     "] takes " + str(need) + " bytes, got " + str(packed.size()));
   require(reinterpret_cast<uintptr_t>(packed.data()) % 64 == 0, "packed weights must be 64-byte aligned");
   w.data = packed.data();
   w.rows = rows;
@@ -85,31 +90,36 @@ Weight weight_of(const std::string& name, const Array<uint8_t, 1>& packed, int r
   return w;
 }
 
-void pack(const std::string& name, const Array<uint8_t, 2>& src, int k, const std::optional<Array<int32_t, 1>>& row_order,
-          Bytes dst, int panel_begin, int panel_end) {
+void pack(const std::string& name, const Array<uint8_t, 2>& src, int k,
+          const std::optional<Array<int32_t, 1>>& row_order, Bytes dst, int panel_begin, int panel_end) {
   const Format format = checked(name, k);
   const Block& block = kBlocks[int(format)];
   const size_t rows = src.shape(0), row_bytes = src.shape(1), need_row = size_t(k) / block.weights * block.bytes;
   require(rows > 0 && rows <= INT_MAX / 2, "cannot pack " + str(rows) + " rows");
-  require(row_bytes == need_row, name + " rows of " + std::to_string(k) + " values take " + str(need_row) + " bytes, got " + str(row_bytes));
+  require(row_bytes == need_row,
+          name + " rows of " + std::to_string(k) + " values take " + str(need_row) + " bytes, got " + str(row_bytes));
   const int panels = int((rows + kPanel - 1) / kPanel);
   require(0 <= panel_begin && panel_begin <= panel_end && panel_end <= panels,
-          "panels " + std::to_string(panel_begin) + " to " + std::to_string(panel_end) + " are outside 0 to " + std::to_string(panels));
+          "panels " + std::to_string(panel_begin) + " to " + std::to_string(panel_end) + " are outside 0 to " +
+              std::to_string(panels));
   const size_t need = size_t(panels) * packed_panel_bytes(format, k);
   require(dst.size() == need, "the packed weight takes " + str(need) + " bytes, dst has " + str(dst.size()));
   const int32_t* order = nullptr;
   if (row_order) {
-    require(row_order->size() == rows, "row_order has " + str(row_order->size()) + " entries for " + str(rows) + " rows");
+    require(row_order->size() == rows,
+            "row_order has " + str(row_order->size()) + " entries for " + str(rows) + " rows");
     order = row_order->data();
     for (size_t i = 0; i < rows; i++) {
-      require(order[i] >= 0 && size_t(order[i]) < rows, "row_order[" + str(i) + "] = " + std::to_string(order[i]) + " is outside the weight");
+      require(order[i] >= 0 && size_t(order[i]) < rows,
+              "row_order[" + str(i) + "] = " + std::to_string(order[i]) + " is outside the weight");
     }
   }
   nb::gil_scoped_release release;
   pack_panels(format, src.data(), row_bytes, int(rows), k, order, panel_begin, panel_end, dst.data());
 }
 
-template <class T, size_t dims> nb::ndarray<nb::numpy, T, nb::ndim<dims>> owned(std::unique_ptr<T[]> data, const size_t (&shape)[dims]) {
+template <class T, size_t dims>
+nb::ndarray<nb::numpy, T, nb::ndim<dims>> owned(std::unique_ptr<T[]> data, const size_t (&shape)[dims]) {
   T* p = data.release();
   nb::capsule owner(p, [](void* q) noexcept { delete[] static_cast<T*>(q); });
   return nb::ndarray<nb::numpy, T, nb::ndim<dims>>(p, dims, shape, owner);
@@ -153,11 +163,12 @@ auto quantize_rows(const std::string& isa, const Array<float, 2>& x) {
 }
 
 // x is quantised first where the weights are.
-auto linear(const std::string& isa, const Array<float, 2>& x, const Segments& segments, const std::optional<Array<float, 2>>& residual,
-            int num_threads) {
+auto linear(const std::string& isa, const Array<float, 2>& x, const Segments& segments,
+            const std::optional<Array<float, 2>>& residual, int num_threads) {
   const KernelTable& table = table_of(isa);
   const size_t rows = x.shape(0), k = x.shape(1);
-  require(!segments.empty() && segments.size() <= size_t(kMaxSegments), "a linear has 1 to 3 weights, not " + str(segments.size()));
+  require(!segments.empty() && segments.size() <= size_t(kMaxSegments),
+          "a linear has 1 to 3 weights, not " + str(segments.size()));
   require(num_threads >= 1 && num_threads <= 64, "num_threads must be 1 to 64, not " + std::to_string(num_threads));
   require(rows <= INT_MAX / 2, "too many rows");
   Op op;
@@ -174,15 +185,19 @@ auto linear(const std::string& isa, const Array<float, 2>& x, const Segments& se
     num_quantised += s.weight.format > Format::bf16;
   }
   require(num_quantised == 0 || num_quantised == op.num_segments, "float and quantised weights cannot be merged");
-  require(!residual || (residual->shape(0) == rows && residual->shape(1) == cols), "residual must have the shape of the result");
+  require(!residual || (residual->shape(0) == rows && residual->shape(1) == cols),
+          "residual must have the shape of the result");
   const size_t q8_stride = num_quantised ? q8_row_bytes(int(k)) : 0;
   const Aligned q8(rows * q8_stride);
   op.in[0] = {reinterpret_cast<uint8_t*>(const_cast<float*>(x.data())), k * sizeof(float), int(k), false};
-  for (size_t t = 0; num_quantised && t < rows; t++) table.quantize_row(x.data() + t * k, int(k), q8.data.get() + t * q8_stride);
+  for (size_t t = 0; num_quantised && t < rows; t++)
+    table.quantize_row(x.data() + t * k, int(k), q8.data.get() + t * q8_stride);
   if (num_quantised) op.in[0] = {q8.data.get(), q8_stride, int(k), true};
   std::unique_ptr<float[]> out(new float[rows * cols]);
   op.out = {reinterpret_cast<uint8_t*>(out.get()), cols * sizeof(float), int(cols), false};
-  if (residual) op.in[1] = {reinterpret_cast<uint8_t*>(const_cast<float*>(residual->data())), cols * sizeof(float), int(cols), false};
+  if (residual)
+    op.in[1] = {reinterpret_cast<uint8_t*>(const_cast<float*>(residual->data())), cols * sizeof(float), int(cols),
+                false};
   Step step;
   step.T = int(rows);
   {
@@ -199,7 +214,8 @@ auto embed(const std::string& isa, const std::string& format, const Array<uint8_
   op.seg[op.num_segments++].weight = weight_of(format, packed, rows, k);
   op.scale = scale;
   for (size_t t = 0; t < ids.size(); t++) {
-    require(ids.data()[t] >= 0 && ids.data()[t] < rows, "token id " + std::to_string(ids.data()[t]) + " is outside 0 to " + std::to_string(rows - 1));
+    require(ids.data()[t] >= 0 && ids.data()[t] < rows,
+            "token id " + std::to_string(ids.data()[t]) + " is outside 0 to " + std::to_string(rows - 1));
   }
   std::unique_ptr<float[]> out(new float[ids.size() * size_t(k)]);
   op.out = {reinterpret_cast<uint8_t*>(out.get()), size_t(k) * sizeof(float), k, false};
@@ -213,19 +229,24 @@ auto embed(const std::string& isa, const std::string& format, const Array<uint8_
 }  // namespace
 
 void bind_weights(nb::module_& m) {
-  m.def("packed_panel_bytes", [](const std::string& format, int k) { return packed_panel_bytes(checked(format, k), k); },
-        nb::arg("format"), nb::arg("k"), "Bytes of one packed panel: 16 rows of k weights.");
+  m.def(
+      "packed_panel_bytes", [](const std::string& format, int k) { return packed_panel_bytes(checked(format, k), k); },
+      nb::arg("format"), nb::arg("k"), "Bytes of one packed panel: 16 rows of k weights.");
   m.def("pack", pack, nb::arg("format"), nb::arg("src"), nb::arg("k"), nb::arg("row_order").none(), nb::arg("dst"),
-        nb::arg("panel_begin"), nb::arg("panel_end"), "Pack panels of [N, row_bytes] source rows into dst; releases the GIL.");
+        nb::arg("panel_begin"), nb::arg("panel_end"),
+        "Pack panels of [N, row_bytes] source rows into dst; releases the GIL.");
   m.def("populate_pages", populate_pages, nb::arg("pages"), "Map a page-aligned range of a file, in the background.");
-  m.def("isas", [] {
-    std::vector<std::string> names;
-    for (const KernelTable* table : usable_tables()) names.emplace_back(table->isa);
-    return names;
-  }, "Instruction sets that this machine can run, best first.");
+  m.def(
+      "isas",
+      [] {
+        std::vector<std::string> names;
+        for (const KernelTable* table : usable_tables()) names.emplace_back(table->isa);
+        return names;
+      },
+      "Instruction sets that this machine can run, best first.");
   m.def("quantize_rows", quantize_rows, nb::arg("isa"), nb::arg("x"), "q8 rows of f32 rows, as bytes.");
   m.def("linear", linear, nb::arg("isa"), nb::arg("x"), nb::arg("segments"), nb::arg("residual").none() = nb::none(),
         nb::arg("num_threads") = 1, "x @ W.T + bias + residual over (format, packed, rows, k, bias) segments.");
-  m.def("embed", embed, nb::arg("isa"), nb::arg("format"), nb::arg("packed"), nb::arg("rows"), nb::arg("k"), nb::arg("ids"),
-        nb::arg("scale") = 1.0f, "Dequantised rows of a packed weight, times scale.");
+  m.def("embed", embed, nb::arg("isa"), nb::arg("format"), nb::arg("packed"), nb::arg("rows"), nb::arg("k"),
+        nb::arg("ids"), nb::arg("scale") = 1.0f, "Dequantised rows of a packed weight, times scale.");
 }

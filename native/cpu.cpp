@@ -14,7 +14,9 @@ namespace paceline {
 namespace {
 
 #if defined(__x86_64__)
-struct Features { bool avx2, avx512, avx512bf16; };
+struct Features {
+  bool avx2, avx512, avx512bf16;
+};
 
 // What the operating system saves at a context switch. XGETBV faults unless CPUID says OSXSAVE.
 uint64_t enabled_state() {
@@ -34,7 +36,8 @@ Features detect() {
   bool saves_ymm = (state & 0x6) == 0x6, saves_zmm = (state & 0xe6) == 0xe6;
   if (!saves_ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return {};
   bool avx2 = has(b, 5) && fma && f16c;
-  bool avx512 = avx2 && saves_zmm && has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31) && has(c, 11);  // F DQ BW VL VNNI
+  bool avx512 =
+      avx2 && saves_zmm && has(b, 16) && has(b, 17) && has(b, 30) && has(b, 31) && has(c, 11);  // F DQ BW VL VNNI
   uint32_t a1 = 0;
   bool bf16 = avx512 && __get_cpuid_count(7, 1, &a1, &b, &c, &d) && has(a1, 5);
   return {avx2, avx512, bf16};

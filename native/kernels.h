@@ -17,9 +17,9 @@ constexpr int kGroup = 32;
 static constexpr size_t q8_padded(int k) { return (size_t(k) + 31) / 32 * 32; }
 static constexpr size_t q8_row_bytes(int k) { return (q8_padded(k) + q8_padded(k) / 32 * 12 + 63) / 64 * 64; }
 
-struct Mat {                 // rows of f32 or q8; a view of columns shares the parent's stride
+struct Mat {  // rows of f32 or q8; a view of columns shares the parent's stride
   uint8_t* data = nullptr;
-  size_t stride = 0;         // bytes from row to row
+  size_t stride = 0;  // bytes from row to row
   int cols = 0;
   bool is_q8 = false;
 };
@@ -27,9 +27,9 @@ struct Mat {                 // rows of f32 or q8; a view of columns shares the 
 // ---- weights ------------------------------------------------------------------------------------------------------
 // Source formats keep their GGUF meaning; weights/tensor.py `dequantize` is the definition of each.
 enum class Format : int { f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, count };
-constexpr int kPanel = 16;   // output rows interleaved in one panel
+constexpr int kPanel = 16;  // output rows interleaved in one panel
 
-struct Weight {              // [rows, k] repacked in panels of 16 rows (the last one zero-padded)
+struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-padded)
   const uint8_t* data = nullptr;
   size_t panel_bytes = 0;
   int rows = 0, k = 0;
@@ -37,15 +37,19 @@ struct Weight {              // [rows, k] repacked in panels of 16 rows (the las
 };
 
 // ---- one step -----------------------------------------------------------------------------------------------------
-struct Seq { int32_t first_row, num_rows, ctx_len; };
-struct KVLayout {            // K: [block][kv_head][head_dim][block_size]; V: [block][kv_head][block_size][head_dim]
-  uint8_t* k = nullptr;      // of layer 0
+struct Seq {
+  int32_t first_row, num_rows, ctx_len;
+};
+struct KVLayout {        // K: [block][kv_head][head_dim][block_size]; V: [block][kv_head][block_size][head_dim]
+  uint8_t* k = nullptr;  // of layer 0
   uint8_t* v = nullptr;
-  size_t layer_bytes = 0;    // from layer to layer, in each of k and v
+  size_t layer_bytes = 0;  // from layer to layer, in each of k and v
   int block_size = 16, kv_heads = 0, head_dim = 0;
   Format dtype = Format::f16;
 };
-struct AttendItem { int32_t seq, kv_head, row_begin, row_end; };  // rows are step rows of one sequence
+struct AttendItem {
+  int32_t seq, kv_head, row_begin, row_end;
+};  // rows are step rows of one sequence
 // Rows of an item at most: about 48 query rows reuse a tile of K and V, and long prompts still make many items.
 static constexpr int attend_row_tile(int group) { return group < 48 ? 48 / group : 1; }
 struct Step {
@@ -56,22 +60,38 @@ struct Step {
   const AttendItem* items = nullptr;  // one work list a step, longest first, shared by all layers
   int num_items = 0;
   KVLayout kv;
-  uint8_t** scratch = nullptr;        // [thread] private scratch, scratch_bytes each, 64-byte aligned
+  uint8_t** scratch = nullptr;  // [thread] private scratch, scratch_bytes each, 64-byte aligned
   size_t scratch_bytes = 0;
 };
 
 // ---- ops ----------------------------------------------------------------------------------------------------------
-enum class OpCode : int { embed, linear, rms_norm, quantize, rope_store, attend, gated_act, add, scale, softcap, select, count };
+enum class OpCode : int {
+  embed,
+  linear,
+  rms_norm,
+  quantize,
+  rope_store,
+  attend,
+  gated_act,
+  add,
+  scale,
+  softcap,
+  select,
+  count
+};
 constexpr int kMaxSegments = 3;
-struct Segment { Weight weight; const float* bias = nullptr; };   // out columns follow one another
+struct Segment {
+  Weight weight;
+  const float* bias = nullptr;
+};  // out columns follow one another
 struct Op {
   OpCode code = OpCode::embed;
-  bool logit_rows = false;            // L rows instead of T
+  bool logit_rows = false;  // L rows instead of T
   Mat in[3], out;
-  Segment seg[kMaxSegments];          // linear: 1 to 3 merged weights; embed: seg[0]
+  Segment seg[kMaxSegments];  // linear: 1 to 3 merged weights; embed: seg[0]
   int num_segments = 0;
   const float* norm_weight[2] = {nullptr, nullptr};  // rms_norm: [0]; rope_store: q-norm and k-norm or null
-  const float* rope_table = nullptr;  // [max position][2][rope_dims / 2]: cos, then sin
+  const float* rope_table = nullptr;                 // [max position][2][rope_dims / 2]: cos, then sin
   int rope_dims = 0, heads = 1, kv_heads = 0, head_dim = 0, layer = 0, window = 0, act = 0;
   float eps = 0, scale = 1, softcap = 0;
 };
@@ -81,10 +101,9 @@ struct Op {
 //              out itself); out f32 = in[0] @ W.T + bias + residual
 //   rms_norm   in[0] f32; out f32 or q8; `heads` column groups; in[1] optional residual added after the norm
 //   quantize   in[0] f32 -> out q8
-//   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed and rotated; k normed and rotated and v go to the KV cache
-//   attend     in[0] q (f32) -> out f32 or q8
-//   gated_act  act(in[0]) * in[1] -> out f32 or q8; act 0 silu, 1 gelu_tanh
-//   add, scale, softcap, select  f32 -> f32
+//   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed and rotated; k normed and rotated and v go to the KV
+//   cache attend     in[0] q (f32) -> out f32 or q8 gated_act  act(in[0]) * in[1] -> out f32 or q8; act 0 silu, 1
+//   gelu_tanh add, scale, softcap, select  f32 -> f32
 
 // ---- work sharing -------------------------------------------------------------------------------------------------
 // Threads take items until none is left; who computes an item never changes its bits (law 1). A kernel returns only
@@ -105,7 +124,10 @@ struct KernelTable {
   // Parts that tests call on their own.
   void (*quantize_row)(const float* x, int k, uint8_t* q8_row) = nullptr;
 };
-#define PL_DECLARE_ISA(isa) namespace isa { const KernelTable& kernel_table(); }
+#define PL_DECLARE_ISA(isa)          \
+  namespace isa {                    \
+  const KernelTable& kernel_table(); \
+  }
 PL_DECLARE_ISA(scalar)
 PL_DECLARE_ISA(avx2)
 PL_DECLARE_ISA(avx512)

@@ -9,16 +9,17 @@ namespace {
 constexpr size_t round64(size_t n) { return (n + 63) / 64 * 64; }
 
 // ---- one group of a source row: 32 quants, and the panel's scale fields of that row -------------------------------
-struct Lane {           // one row of a panel
-  uint8_t* quants;      // of the panel
-  uint8_t* scales;      // of the panel
-  int row;              // 0 to 15
+struct Lane {       // one row of a panel
+  uint8_t* quants;  // of the panel
+  uint8_t* scales;  // of the panel
+  int row;          // 0 to 15
 };
 
 void put16(uint8_t* field, int row, const uint8_t* src) { std::memcpy(field + 2 * row, src, 2); }
 
 // Spread q[32] over the planes of one group.
-template <int bits> void put_quants(uint8_t* group, int row, const uint8_t* q) {
+template <int bits>
+void put_quants(uint8_t* group, int row, const uint8_t* q) {
   uint8_t* out = group + 4 * row;
   if constexpr (bits == 8) {
     for (int j = 0; j < 8; j++) std::memcpy(out + 64 * j, q + 4 * j, 4);
@@ -49,10 +50,12 @@ template <int bits> void put_quants(uint8_t* group, int row, const uint8_t* q) {
 }
 
 // ---- blocks of 32 ---------------------------------------------------------------------------------------------------
-template <Format format> struct Block32 {
+template <Format format>
+struct Block32 {
   static constexpr bool has_min = format == Format::q4_1 || format == Format::q5_1;
   static constexpr bool has_high = format == Format::q5_0 || format == Format::q5_1;
-  static constexpr int weights = 32, head = 2 + 2 * has_min, bytes = head + 4 * has_high + (format == Format::q8_0 ? 32 : 16);
+  static constexpr int weights = 32, head = 2 + 2 * has_min,
+                       bytes = head + 4 * has_high + (format == Format::q8_0 ? 32 : 16);
 
   static void pack(const uint8_t* src, const Lane& lane, int block) {
     using L = Layout<format>;
@@ -81,9 +84,11 @@ struct KScales {  // six-bit scale and minimum of group g in the 12 bytes of q4_
   static int min(const uint8_t* s, int g) { return g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4; }
 };
 
-template <Format format> struct Block256;
+template <Format format>
+struct Block256;
 
-template <> struct Block256<Format::q2_k> {
+template <>
+struct Block256<Format::q2_k> {
   static constexpr int bytes = 84;
   static void quants(const uint8_t* src, int g, uint8_t* q) {
     for (int l = 0; l < 32; l++) q[l] = src[16 + g / 4 * 32 + l] >> 2 * (g % 4) & 3;
@@ -95,7 +100,8 @@ template <> struct Block256<Format::q2_k> {
   }
 };
 
-template <> struct Block256<Format::q3_k> {
+template <>
+struct Block256<Format::q3_k> {
   static constexpr int bytes = 110;
   static void quants(const uint8_t* src, int g, uint8_t* q) {
     for (int l = 0; l < 32; l++) {
@@ -113,7 +119,8 @@ template <> struct Block256<Format::q3_k> {
   }
 };
 
-template <> struct Block256<Format::q4_k> {
+template <>
+struct Block256<Format::q4_k> {
   static constexpr int bytes = 144;
   static void quants(const uint8_t* src, int g, uint8_t* q) {
     for (int l = 0; l < 32; l++) q[l] = src[16 + g / 2 * 32 + l] >> 4 * (g % 2) & 15;
@@ -129,7 +136,8 @@ template <> struct Block256<Format::q4_k> {
   }
 };
 
-template <> struct Block256<Format::q5_k> {
+template <>
+struct Block256<Format::q5_k> {
   static constexpr int bytes = 176;
   static void quants(const uint8_t* src, int g, uint8_t* q) {
     for (int l = 0; l < 32; l++) {
@@ -139,7 +147,8 @@ template <> struct Block256<Format::q5_k> {
   static void scales(const uint8_t* src, uint8_t* out, int row) { Block256<Format::q4_k>::scales(src, out, row); }
 };
 
-template <> struct Block256<Format::q6_k> {
+template <>
+struct Block256<Format::q6_k> {
   static constexpr int bytes = 210;
   static void quants(const uint8_t* src, int g, uint8_t* q) {
     const uint8_t* low = src + g / 4 * 64 + g % 2 * 32;
@@ -154,7 +163,8 @@ template <> struct Block256<Format::q6_k> {
   }
 };
 
-template <Format format> struct SuperBlock {
+template <Format format>
+struct SuperBlock {
   static constexpr int weights = 256, bytes = Block256<format>::bytes;
   static void pack(const uint8_t* src, const Lane& lane, int block) {
     using L = Layout<format>;
@@ -168,13 +178,15 @@ template <Format format> struct SuperBlock {
 };
 
 // ---- panels ---------------------------------------------------------------------------------------------------------
-template <Format format> size_t quant_panel_bytes(int k) {
+template <Format format>
+size_t quant_panel_bytes(int k) {
   using L = Layout<format>;
   const size_t groups = size_t(k) / kGroup;
   return round64(groups * L::group_bytes + groups / L::record_groups * L::scale_bytes);
 }
 
-template <Format format, class Block> void pack_row(const uint8_t* src, int k, uint8_t* panel, int row) {
+template <Format format, class Block>
+void pack_row(const uint8_t* src, int k, uint8_t* panel, int row) {
   const Lane lane{panel, panel + size_t(k) / kGroup * Layout<format>::group_bytes, row};
   for (int b = 0; b < k / Block::weights; b++) Block::pack(src + size_t(b) * Block::bytes, lane, b);
 }
@@ -193,16 +205,30 @@ struct Packer {
   size_t (*panel_bytes)(int k);
   void (*row)(const uint8_t* src, int k, uint8_t* panel, int row);
 };
-template <Format f> constexpr Packer block32() { return {quant_panel_bytes<f>, pack_row<f, Block32<f>>}; }
-template <Format f> constexpr Packer block256() { return {quant_panel_bytes<f>, pack_row<f, SuperBlock<f>>}; }
+template <Format f>
+constexpr Packer block32() {
+  return {quant_panel_bytes<f>, pack_row<f, Block32<f>>};
+}
+template <Format f>
+constexpr Packer block256() {
+  return {quant_panel_bytes<f>, pack_row<f, SuperBlock<f>>};
+}
 
 constexpr Packer kPackers[int(Format::count)] = {
     {[](int k) { return size_t(k) * 64; }, pack_row_f32},
     {[](int k) { return round64(size_t(k) * 32); }, pack_row_f16},
     {[](int k) { return (size_t(k) + 1) / 2 * 64; }, pack_row_bf16},
-    block32<Format::q4_0>(), block32<Format::q4_1>(), block32<Format::q5_0>(), block32<Format::q5_1>(),
-    block32<Format::q8_0>(), block256<Format::q2_k>(), block256<Format::q3_k>(), block256<Format::q4_k>(),
-    block256<Format::q5_k>(), block256<Format::q6_k>(), block32<Format::iq4_nl>(),
+    block32<Format::q4_0>(),
+    block32<Format::q4_1>(),
+    block32<Format::q5_0>(),
+    block32<Format::q5_1>(),
+    block32<Format::q8_0>(),
+    block256<Format::q2_k>(),
+    block256<Format::q3_k>(),
+    block256<Format::q4_k>(),
+    block256<Format::q5_k>(),
+    block256<Format::q6_k>(),
+    block32<Format::iq4_nl>(),
 };
 
 }  // namespace

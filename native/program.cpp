@@ -27,7 +27,8 @@ size_t total(const std::vector<size_t>& slot_bytes) {
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 void require(bool ok, const char* name, int64_t index, int64_t value, const std::string& rule) {
-  if (!ok) fail(std::string(name) + "[" + std::to_string(index) + "] is " + std::to_string(value) + ": it must be " + rule);
+  if (!ok)
+    fail(std::string(name) + "[" + std::to_string(index) + "] is " + std::to_string(value) + ": it must be " + rule);
 }
 void check_range(const char* name, const int32_t* values, int64_t count, int64_t end) {
   for (int64_t i = 0; i < count; i++) {
@@ -35,7 +36,8 @@ void check_range(const char* name, const int32_t* values, int64_t count, int64_t
   }
 }
 void check_size(const char* name, int value, int limit) {
-  if (value > limit) fail("the step has " + std::to_string(value) + " " + name + ", the limit is " + std::to_string(limit));
+  if (value > limit)
+    fail("the step has " + std::to_string(value) + " " + name + ", the limit is " + std::to_string(limit));
 }
 
 int take_shared(Work& work, int grain) {
@@ -57,8 +59,15 @@ Mapping::~Mapping() { munmap(data_, bytes_); }
 
 Program::Program(const KernelTable& table, int num_threads, StepLimits limits, KVShape kv, Bounds bounds,
                  const std::vector<size_t>& slot_bytes)
-    : table_(table), limits_(limits), kv_shape_(kv), bounds_(bounds), layer_block_bytes_(layer_block_bytes(kv)),
-      k_(cache_bytes(kv)), v_(cache_bytes(kv)), arena_(total(slot_bytes)), pool_(num_threads) {
+    : table_(table),
+      limits_(limits),
+      kv_shape_(kv),
+      bounds_(bounds),
+      layer_block_bytes_(layer_block_bytes(kv)),
+      k_(cache_bytes(kv)),
+      v_(cache_bytes(kv)),
+      arena_(total(slot_bytes)),
+      pool_(num_threads) {
   size_t begin = 0;
   for (size_t bytes : slot_bytes) {
     slot_begin_.push_back(begin);
@@ -67,7 +76,8 @@ Program::Program(const KernelTable& table, int num_threads, StepLimits limits, K
   slot_begin_.push_back(begin);
   madvise(k_.data(), cache_bytes(kv), MADV_HUGEPAGE);  // a hint: the cache works without huge pages
   madvise(v_.data(), cache_bytes(kv), MADV_HUGEPAGE);
-  step_.kv = {k_.data(), v_.data(), size_t(kv.num_blocks) * layer_block_bytes_, kv.block_size, kv.kv_heads, kv.head_dim, kv.dtype};
+  step_.kv = {k_.data(),   v_.data(), size_t(kv.num_blocks) * layer_block_bytes_, kv.block_size, kv.kv_heads,
+              kv.head_dim, kv.dtype};
   scratch_of_thread_.resize(size_t(num_threads));
 }
 
@@ -75,7 +85,8 @@ uint8_t* Program::arena(int slot, size_t offset, size_t bytes) const {
   if (slot < 0 || size_t(slot) + 1 >= slot_begin_.size()) fail("there is no arena slot " + std::to_string(slot));
   size_t begin = slot_begin_[size_t(slot)], size = slot_begin_[size_t(slot) + 1] - begin;
   if (offset > size || bytes > size - offset) {
-    fail(std::to_string(bytes) + " bytes at " + std::to_string(offset) + " do not fit arena slot " + std::to_string(slot));
+    fail(std::to_string(bytes) + " bytes at " + std::to_string(offset) + " do not fit arena slot " +
+         std::to_string(slot));
   }
   return arena_.data() + begin + offset;
 }
@@ -117,7 +128,8 @@ void Program::check_seqs(const StepArrays& a) const {
   for (int b = 0; b < a.B; b++) {
     const int32_t *seq = a.seqs + 3 * b, *table = a.tables + size_t(b) * size_t(a.max_blocks);
     int rows = seq[1], ctx = seq[2];
-    require(seq[0] == next_row, "first row of seqs", b, seq[0], std::to_string(next_row) + ", after the sequence before");
+    require(seq[0] == next_row, "first row of seqs", b, seq[0],
+            std::to_string(next_row) + ", after the sequence before");
     require(rows >= 1 && rows <= a.T - next_row, "number of rows of seqs", b, rows, "at least 1 and within the step");
     int64_t capacity = int64_t(a.max_blocks) * size;
     require(ctx >= 0 && ctx + int64_t(rows) <= capacity, "context of seqs", b, ctx,
@@ -139,7 +151,8 @@ void Program::check_tree(const StepArrays& a) const {
     for (int i = 0; i < rows; i++) {
       uint64_t mask = a.tree[first + i];
       if (mask == 0) continue;  // causal
-      if (rows > 64) fail("sequence " + std::to_string(b) + " has a tree of " + std::to_string(rows) + " rows: at most 64");
+      if (rows > 64)
+        fail("sequence " + std::to_string(b) + " has a tree of " + std::to_string(rows) + " rows: at most 64");
       if (mask >> i != 1) fail("tree[" + std::to_string(first + i) + "] must see itself and no later row");
     }
   }
@@ -190,7 +203,8 @@ void Program::forward(const StepArrays& a) {
     num_counters_ = ops_.size();
     counters_ = std::make_unique<Counter[]>(num_counters_);
     scratch_ = std::make_unique<Mapping>(scratch_bytes_ * size_t(pool_.num_threads()) + 64);
-    for (size_t i = 0; i < scratch_of_thread_.size(); i++) scratch_of_thread_[i] = scratch_->data() + i * scratch_bytes_;
+    for (size_t i = 0; i < scratch_of_thread_.size(); i++)
+      scratch_of_thread_[i] = scratch_->data() + i * scratch_bytes_;
   }
   for (size_t i = 0; i < num_counters_; i++) counters_[i].next.store(0, std::memory_order_relaxed);
   step_.T = a.T;
@@ -208,13 +222,15 @@ void Program::forward(const StepArrays& a) {
   step_.scratch_bytes = scratch_bytes_;
   list_attention(a);
   if (is_profiling_) time_op(0);  // also where other threads finish ops before this one comes
-  pool_.run(int(ops_.size()), [](void* self, int op, int thread) { static_cast<Program*>(self)->run_op(op, thread); }, this);
+  pool_.run(
+      int(ops_.size()), [](void* self, int op, int thread) { static_cast<Program*>(self)->run_op(op, thread); }, this);
   if (is_profiling_) time_op(-1);
 }
 
 void Program::check_block(int64_t block) const {
   if (block < 0 || block >= kv_shape_.num_blocks) {
-    fail("block " + std::to_string(block) + " is outside of the KV cache of " + std::to_string(kv_shape_.num_blocks) + " blocks");
+    fail("block " + std::to_string(block) + " is outside of the KV cache of " + std::to_string(kv_shape_.num_blocks) +
+         " blocks");
   }
 }
 
@@ -251,7 +267,8 @@ std::vector<std::pair<OpCode, double>> Program::profile() const {
 }
 
 const char* op_name(OpCode code) {
-  constexpr const char* names[] = {"embed", "linear", "rms_norm", "quantize", "rope_store", "attend", "gated_act", "add", "scale", "softcap", "select"};
+  constexpr const char* names[] = {"embed",     "linear", "rms_norm", "quantize", "rope_store", "attend",
+                                   "gated_act", "add",    "scale",    "softcap",  "select"};
   static_assert(std::size(names) == size_t(OpCode::count));
   return names[int(code)];
 }

@@ -25,9 +25,16 @@ class Mapping {
   size_t bytes_;
 };
 
-struct StepLimits { int max_tokens, max_logit_rows, max_seqs, max_blocks_per_seq; };
-struct KVShape { int num_layers, num_blocks, block_size, kv_heads, head_dim; Format dtype; };
-struct Bounds { int vocab_size, num_positions; };  // of token ids and positions
+struct StepLimits {
+  int max_tokens, max_logit_rows, max_seqs, max_blocks_per_seq;
+};
+struct KVShape {
+  int num_layers, num_blocks, block_size, kv_heads, head_dim;
+  Format dtype;
+};
+struct Bounds {
+  int vocab_size, num_positions;
+};  // of token ids and positions
 
 // The arrays of one step, shapes checked, contents not yet. Layouts as in backends/base.py.
 struct StepArrays {
@@ -62,7 +69,9 @@ class Program {
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct alignas(64) Counter { std::atomic<int> next{0}; };
+  struct alignas(64) Counter {
+    std::atomic<int> next{0};
+  };
 
   void check(const StepArrays& arrays) const;
   void check_seqs(const StepArrays& arrays) const;
@@ -70,7 +79,8 @@ class Program {
   void list_attention(const StepArrays& arrays);
   void run_op(int index, int thread);
   void time_op(int index);
-  template <class F> void for_block_parts(int block, F f) const;
+  template <class F>
+  void for_block_parts(int block, F f) const;
 
   const KernelTable& table_;
   StepLimits limits_;

@@ -13,10 +13,14 @@ namespace {
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x4 __attribute__((vector_size(16)));
 
-constexpr int kBlock = 64;                 // logits that share an entry of block_max_ and block_sum_
+constexpr int kBlock = 64;                   // logits that share an entry of block_max_ and block_sum_
 constexpr float kGreedyTemperature = 1e-5f;  // below it a draw could only differ by rounding
 
-inline f32x4 load4(const float* p) { f32x4 v; std::memcpy(&v, p, sizeof v); return v; }
+inline f32x4 load4(const float* p) {
+  f32x4 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
 inline void store4(float* p, f32x4 v) { std::memcpy(p, &v, sizeof v); }
 inline f32x4 splat(float x) { return f32x4{x, x, x, x}; }
 inline f32x4 max4(f32x4 a, f32x4 b) { return a > b ? a : b; }

@@ -79,10 +79,11 @@ void ThreadPool::participate(int thread) {
 void ThreadPool::leave(uint64_t entered) {
   uint64_t op = op_of(entered), next = op + 1 == uint64_t(num_ops_) ? kIdle : op + 1;
   uint64_t opened = make_state(entered >> 32, next), state = state_.load();
-  while (!state_.compare_exchange_weak(state, inside(state) == 1 ? opened : state - 1)) {
-  }
-  if (inside(state) == 1) wake();
-  else wait_while(run_and_op(entered));
+  while (!state_.compare_exchange_weak(state, inside(state) == 1 ? opened : state - 1)) {}
+  if (inside(state) == 1)
+    wake();
+  else
+    wait_while(run_and_op(entered));
 }
 
 // Returns when the state's run or op has changed, or the pool stops: spins a little, then sleeps.

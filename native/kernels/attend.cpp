@@ -14,8 +14,12 @@ constexpr int kDirectRows = 8;            // up to so many query rows, 16-bit K 
 constexpr float kMinusInf = -__builtin_inff();
 
 PL_INLINE f32x16 load_kv(const float* p) { return load(p); }
-struct F16 { uint16_t bits; };
-struct BF16 { uint16_t bits; };
+struct F16 {
+  uint16_t bits;
+};
+struct BF16 {
+  uint16_t bits;
+};
 PL_INLINE f32x16 load_kv(const F16* p) { return load_f16(&p->bits); }
 PL_INLINE f32x16 load_kv(const BF16* p) { return load_bf16(&p->bits); }
 
@@ -30,14 +34,14 @@ struct Tile {
 struct Row {
   int begin, end;  // logical keys it sees
   float max, sum;
-  uint64_t tree;   // which rows of the step it sees, in a sequence of up to 64 rows
+  uint64_t tree;  // which rows of the step it sees, in a sequence of up to 64 rows
 };
 
 struct Scratch {
-  float *q, *out;      // [rows][dim_padded]
-  float *p;            // [rows][kTile] scores, then probabilities
-  float *raw;          // [2 * kTile] a row's scores of a tree's tail in physical order
-  float *k, *v;        // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
+  float *q, *out;  // [rows][dim_padded]
+  float* p;        // [rows][kTile] scores, then probabilities
+  float* raw;      // [2 * kTile] a row's scores of a tree's tail in physical order
+  float *k, *v;    // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
   Row* rows;
 };
 
@@ -51,9 +55,11 @@ struct Item {
 
 // scores[r][16 * (first + c) + lane] = q[r] . k over R rows and C vectors of keys.
 template <int R, int C, class E>
-PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int first, int dim, float* scores, int s_stride) {
+PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int first, int dim, float* scores,
+                         int s_stride) {
   f32x16 acc[R][C];
-  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
   for (int d = 0; d < dim; d++) {
     f32x16 k[C];
     for (int c = 0; c < C; c++) k[c] = load_kv(tile.k[first + c] + size_t(d) * size_t(tile.k_stride));
@@ -62,12 +68,14 @@ PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int 
       for (int c = 0; c < C; c++) acc[r][c] = fma(x, k[c], acc[r][c]);
     }
   }
-  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) store(scores + r * s_stride + 16 * (first + c), acc[r][c]);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(scores + r * s_stride + 16 * (first + c), acc[r][c]);
 }
 
 // C is the widest that keeps R * C sums in registers.
 template <int R, class E>
-PL_INLINE void dot_rows(const float* q, int q_stride, const Tile<E>& tile, int vectors, int dim, float* scores, int s_stride) {
+PL_INLINE void dot_rows(const float* q, int q_stride, const Tile<E>& tile, int vectors, int dim, float* scores,
+                        int s_stride) {
   constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
   int i = 0;
   for (; i + C <= vectors; i += C) dot_block<R, C>(q, q_stride, tile, i, dim, scores, s_stride);
@@ -78,7 +86,8 @@ PL_INLINE void dot_rows(const float* q, int q_stride, const Tile<E>& tile, int v
 template <int R, int C, class E>
 PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end, int col, float* out, int o_stride) {
   f32x16 acc[R][C];
-  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) acc[r][c] = load(out + r * o_stride + col + 16 * c);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = load(out + r * o_stride + col + 16 * c);
   for (int key = begin; key < end; key++) {
     const E* v = tile.v[key / 16] + size_t(key % 16) * size_t(tile.v_stride) + col;
     f32x16 x[C];
@@ -88,7 +97,8 @@ PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end
       for (int c = 0; c < C; c++) acc[r][c] = fma(weight, x[c], acc[r][c]);
     }
   }
-  for (int r = 0; r < R; r++) for (int c = 0; c < C; c++) store(out + r * o_stride + col + 16 * c, acc[r][c]);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(out + r * o_stride + col + 16 * c, acc[r][c]);
 }
 
 template <int R, class E>
@@ -189,7 +199,8 @@ void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
   const float* q = it.s.q + size_t(row) * size_t(it.dim_padded);
   float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
   dot_rows<R>(q, it.dim_padded, tile, (any_end + 15) / 16, it.dim, p, kTile);
-  for (int r = 0; r < R; r++) if (end[r] > begin[r]) softmax_tile(it, row + r, begin[r], end[r]);
+  for (int r = 0; r < R; r++)
+    if (end[r] > begin[r]) softmax_tile(it, row + r, begin[r], end[r]);
   if (all_begin >= all_end) all_begin = all_end = kTile;
   for (int r = 0; r < R; r++) mix_row(it, tile, row + r, begin[r], min_int(end[r], all_begin));
   mix_rows<R>(p, tile, all_begin, all_end, it.dim, out, it.dim_padded);

@@ -4,7 +4,10 @@
 namespace paceline::PL_ISA {
 namespace {
 
-struct Lane { float d, m; int scale[2], min[2]; };
+struct Lane {
+  float d, m;
+  int scale[2], min[2];
+};
 
 PL_INLINE float lane_of(f32x16 a, int lane) {
   float f[16];
@@ -17,7 +20,8 @@ PL_INLINE int lane_of(i32x16 a, int lane) {  // low 16 bits, see Scales
   return low[2 * lane];
 }
 
-template <Format f> void quant_row(const uint8_t* panel, int lane, int k, float by, float* out) {
+template <Format f>
+void quant_row(const uint8_t* panel, int lane, int k, float by, float* out) {
   using S = ShapeOf<f>;
   const Packed<f> source(panel, k / kGroup);
   uint8_t block[64];
@@ -45,21 +49,26 @@ template <Format f> void quant_row(const uint8_t* panel, int lane, int k, float 
   }
 }
 
-template <Format f> void float_row(const uint8_t* panel, int lane, int k, float by, float* out) {
+template <Format f>
+void float_row(const uint8_t* panel, int lane, int k, float by, float* out) {
   for (int i = 0; i < k; i++) {
     f32x16 w;
-    if constexpr (f == Format::f32) w = load((const float*)panel + size_t(i) * 16);
-    else if constexpr (f == Format::f16) w = load_f16((const uint16_t*)panel + size_t(i) * 16);
-    else w = load_bf16_pair((const uint16_t*)panel + size_t(i / 2) * 32, i % 2);
+    if constexpr (f == Format::f32)
+      w = load((const float*)panel + size_t(i) * 16);
+    else if constexpr (f == Format::f16)
+      w = load_f16((const uint16_t*)panel + size_t(i) * 16);
+    else
+      w = load_bf16_pair((const uint16_t*)panel + size_t(i / 2) * 32, i % 2);
     out[i] = by * lane_of(w, lane);
   }
 }
 
 using Row = void (*)(const uint8_t* panel, int lane, int k, float by, float* out);
 constexpr Row kRows[int(Format::count)] = {
-    float_row<Format::f32>,  float_row<Format::f16>,  float_row<Format::bf16>, quant_row<Format::q4_0>, quant_row<Format::q4_1>,
-    quant_row<Format::q5_0>, quant_row<Format::q5_1>, quant_row<Format::q8_0>, quant_row<Format::q2_k>, quant_row<Format::q3_k>,
-    quant_row<Format::q4_k>, quant_row<Format::q5_k>, quant_row<Format::q6_k>, quant_row<Format::iq4_nl>,
+    float_row<Format::f32>,  float_row<Format::f16>,    float_row<Format::bf16>, quant_row<Format::q4_0>,
+    quant_row<Format::q4_1>, quant_row<Format::q5_0>,   quant_row<Format::q5_1>, quant_row<Format::q8_0>,
+    quant_row<Format::q2_k>, quant_row<Format::q3_k>,   quant_row<Format::q4_k>, quant_row<Format::q5_k>,
+    quant_row<Format::q6_k>, quant_row<Format::iq4_nl>,
 };
 
 }  // namespace
@@ -68,7 +77,8 @@ void embed(const Op& op, const Step& step, Work& work) {
   const Weight& w = op.seg[0].weight;
   for (int t; (t = work.next(work, 1)) < step.T;) {
     const int row = step.tokens[t];
-    kRows[int(w.format)](w.data + size_t(row / kPanel) * w.panel_bytes, row % kPanel, w.k, op.scale, (float*)(op.out.data + t * op.out.stride));
+    kRows[int(w.format)](w.data + size_t(row / kPanel) * w.panel_bytes, row % kPanel, w.k, op.scale,
+                         (float*)(op.out.data + t * op.out.stride));
   }
 }
 

@@ -26,8 +26,10 @@ void gated_act(const Op& op, const Step& step, Work& work) {
     for (int i = begin; i < min_int(begin + grain, items); i++) {
       int row = i / chunks, col = i % chunks * kChunk, n = min_int(kChunk, cols - col);
       const float *gate = f32_row(op.in[0], row) + col, *up = f32_row(op.in[1], row) + col;
-      if (op.act == 0) gate_columns(gate, up, n, y, [](f32x16 x) { return silu(x); });
-      else gate_columns(gate, up, n, y, [](f32x16 x) { return gelu_tanh(x); });
+      if (op.act == 0)
+        gate_columns(gate, up, n, y, [](f32x16 x) { return silu(x); });
+      else
+        gate_columns(gate, up, n, y, [](f32x16 x) { return gelu_tanh(x); });
       store_part(op.out, row, col, n, y);
     }
   }

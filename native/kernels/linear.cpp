@@ -1,5 +1,6 @@
-// linear: out = x @ W.T + bias + residual over one to three weights. An item of work is one panel times one block of rows
-// that fits the cache. Few rows read the packed panel and unpack in registers; more rows unpack it to scratch first.
+// linear: out = x @ W.T + bias + residual over one to three weights. An item of work is one panel times one block of
+// rows that fits the cache. Few rows read the packed panel and unpack in registers; more rows unpack it to scratch
+// first.
 #include "kernels/linear_tile.h"
 
 namespace paceline::PL_ISA {
@@ -14,15 +15,23 @@ struct Tiles {
   Tile size[kNumSizes];  // [i] takes 2^i rows
 };
 
-template <class Source, int num_sizes> constexpr Tiles quant_tiles() {
-  if constexpr (num_sizes == 4) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>, quant_tile<Source, 8>}};
-  else if constexpr (num_sizes == 3) return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>}};
-  else return {{quant_tile<Source, 1>}};
+template <class Source, int num_sizes>
+constexpr Tiles quant_tiles() {
+  if constexpr (num_sizes == 4)
+    return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>, quant_tile<Source, 8>}};
+  else if constexpr (num_sizes == 3)
+    return {{quant_tile<Source, 1>, quant_tile<Source, 2>, quant_tile<Source, 4>}};
+  else
+    return {{quant_tile<Source, 1>}};
 }
-template <Format f> constexpr Tiles float_tiles() {
-  if constexpr (kNumSizes == 4) return {{float_tile<f, 1>, float_tile<f, 2>, float_tile<f, 4>, float_tile<f, 8>}};
-  else if constexpr (kNumSizes == 3) return {{float_tile<f, 1>, float_tile<f, 2>, float_tile<f, 4>}};
-  else return {{float_tile<f, 1>}};
+template <Format f>
+constexpr Tiles float_tiles() {
+  if constexpr (kNumSizes == 4)
+    return {{float_tile<f, 1>, float_tile<f, 2>, float_tile<f, 4>, float_tile<f, 8>}};
+  else if constexpr (kNumSizes == 3)
+    return {{float_tile<f, 1>, float_tile<f, 2>, float_tile<f, 4>}};
+  else
+    return {{float_tile<f, 1>}};
 }
 
 struct FormatKernels {
@@ -30,11 +39,16 @@ struct FormatKernels {
   void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel always
   size_t unpacked_group_bytes;
 };
-template <Format f> constexpr FormatKernels quantised() {
+template <Format f>
+constexpr FormatKernels quantised() {
   using S = ShapeOf<f>;
-  return {quant_tiles<Packed<f>, kPackedSizes>(), quant_tiles<Unpacked<S>, kNumSizes>(), unpack_panel<f>, sizeof(UnpackedGroup<S>)};
+  return {quant_tiles<Packed<f>, kPackedSizes>(), quant_tiles<Unpacked<S>, kNumSizes>(), unpack_panel<f>,
+          sizeof(UnpackedGroup<S>)};
 }
-template <Format f> constexpr FormatKernels floating() { return {float_tiles<f>(), {}, nullptr, 0}; }
+template <Format f>
+constexpr FormatKernels floating() {
+  return {float_tiles<f>(), {}, nullptr, 0};
+}
 
 #if defined(PL_ISA_avx512bf16)
 constexpr bool kRoundsRows = true;
@@ -47,10 +61,11 @@ constexpr FormatKernels bfloat() { return floating<Format::bf16>(); }
 #endif
 
 constexpr FormatKernels kFormats[int(Format::count)] = {
-    floating<Format::f32>(),   floating<Format::f16>(),   bfloat(),
-    quantised<Format::q4_0>(), quantised<Format::q4_1>(), quantised<Format::q5_0>(), quantised<Format::q5_1>(),
-    quantised<Format::q8_0>(), quantised<Format::q2_k>(), quantised<Format::q3_k>(), quantised<Format::q4_k>(),
-    quantised<Format::q5_k>(), quantised<Format::q6_k>(), quantised<Format::iq4_nl>(),
+    floating<Format::f32>(),   floating<Format::f16>(),     bfloat(),
+    quantised<Format::q4_0>(), quantised<Format::q4_1>(),   quantised<Format::q5_0>(),
+    quantised<Format::q5_1>(), quantised<Format::q8_0>(),   quantised<Format::q2_k>(),
+    quantised<Format::q3_k>(), quantised<Format::q4_k>(),   quantised<Format::q5_k>(),
+    quantised<Format::q6_k>(), quantised<Format::iq4_nl>(),
 };
 
 constexpr size_t round64(size_t n) { return (n + 63) / 64 * 64; }
@@ -94,7 +109,7 @@ void run_tiles(const Tiles& tiles, TileArgs a, int rows) {
 struct Panel {  // one panel of one segment
   const Segment* segment;
   int index;
-  int column;     // of its first output in out
+  int column;  // of its first output in out
 };
 Panel panel_at(const Op& op, int index) {
   int column = 0, s = 0;

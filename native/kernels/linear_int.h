@@ -14,15 +14,21 @@
 namespace paceline::PL_ISA {
 
 #if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
-struct u8x64 { __m512i v; };
-struct i32x16 { __m512i v; };
+struct u8x64 {
+  __m512i v;
+};
+struct i32x16 {
+  __m512i v;
+};
 constexpr int kSignedZero = 128;  // dpbusd wants unsigned quants: signed ones are stored with 128 added
 PL_INLINE u8x64 load64(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 PL_INLINE void store64(uint8_t* p, u8x64 a) { _mm512_storeu_si512(p, a.v); }
 PL_INLINE u8x64 mask(u8x64 a, int m) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(char(m)))}; }
 PL_INLINE u8x64 join(u8x64 a, u8x64 b) { return {_mm512_or_si512(a.v, b.v)}; }
 // Bits move n up (n > 0) or down inside 16-bit lanes; mask after.
-PL_INLINE u8x64 shift(u8x64 a, int n) { return {n >= 0 ? _mm512_slli_epi16(a.v, unsigned(n)) : _mm512_srli_epi16(a.v, unsigned(-n))}; }
+PL_INLINE u8x64 shift(u8x64 a, int n) {
+  return {n >= 0 ? _mm512_slli_epi16(a.v, unsigned(n)) : _mm512_srli_epi16(a.v, unsigned(-n))};
+}
 PL_INLINE u8x64 signed_quants(u8x64 a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8(-128))}; }
 PL_INLINE u8x64 lookup(const int8_t* table, u8x64 index) {
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), index.v)};
@@ -34,7 +40,9 @@ PL_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; 
 PL_INLINE i32x16 mul(i32x16 a, i32x16 b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 PL_INLINE i32x16 mask(i32x16 a, int m) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(m))}; }
 PL_INLINE i32x16 join(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
-PL_INLINE i32x16 shift(i32x16 a, int n) { return {n >= 0 ? _mm512_slli_epi32(a.v, unsigned(n)) : _mm512_srli_epi32(a.v, unsigned(-n))}; }
+PL_INLINE i32x16 shift(i32x16 a, int n) {
+  return {n >= 0 ? _mm512_slli_epi32(a.v, unsigned(n)) : _mm512_srli_epi32(a.v, unsigned(-n))};
+}
 PL_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // acc += each lane's four quants of w times the four at x.
 PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
@@ -44,8 +52,12 @@ PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
 }
 
 #elif defined(PL_ISA_avx2)
-struct u8x64 { __m256i lo, hi; };
-struct i32x16 { __m256i lo, hi; };
+struct u8x64 {
+  __m256i lo, hi;
+};
+struct i32x16 {
+  __m256i lo, hi;
+};
 constexpr int kSignedZero = 0;
 PL_INLINE __m256i load32(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 PL_INLINE u8x64 load64(const uint8_t* p) { return {load32(p), load32(p + 32)}; }
@@ -68,9 +80,16 @@ PL_INLINE u8x64 lookup(const int8_t* table, u8x64 index) {
   return {_mm256_shuffle_epi8(t, index.lo), _mm256_shuffle_epi8(t, index.hi)};
 }
 PL_INLINE __m128i load8(const uint8_t* p) { return _mm_loadl_epi64((const __m128i*)p); }
-PL_INLINE i32x16 widen_u8(const uint8_t* p) { return {_mm256_cvtepu8_epi32(load8(p)), _mm256_cvtepu8_epi32(load8(p + 8))}; }
-PL_INLINE i32x16 widen_i8(const uint8_t* p) { return {_mm256_cvtepi8_epi32(load8(p)), _mm256_cvtepi8_epi32(load8(p + 8))}; }
-PL_INLINE i32x16 set1_i32(int x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+PL_INLINE i32x16 widen_u8(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(load8(p)), _mm256_cvtepu8_epi32(load8(p + 8))};
+}
+PL_INLINE i32x16 widen_i8(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi32(load8(p)), _mm256_cvtepi8_epi32(load8(p + 8))};
+}
+PL_INLINE i32x16 set1_i32(int x) {
+  const __m256i v = _mm256_set1_epi32(x);
+  return {v, v};
+}
 PL_INLINE i32x16 add(i32x16 a, i32x16 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 PL_INLINE i32x16 mask(i32x16 a, int m) {
   const __m256i v = _mm256_set1_epi32(m);
@@ -93,9 +112,12 @@ PL_INLINE i32x16 add16(i32x16 a, i32x16 b) { return {_mm256_add_epi16(a.lo, b.lo
 // The compiler may not touch the sum until here: GCC 12 reassociates chains of adds, and then spills all their terms.
 PL_INLINE void settle(i32x16& a) { asm volatile("" : "+x"(a.lo), "+x"(a.hi)); }
 // Pairs of products as 16-bit lanes: unsigned quants of at most 7 bits, or signed ones.
-PL_INLINE i32x16 pairs_unsigned(u8x64 w, __m256i x) { return {_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)}; }
+PL_INLINE i32x16 pairs_unsigned(u8x64 w, __m256i x) {
+  return {_mm256_maddubs_epi16(w.lo, x), _mm256_maddubs_epi16(w.hi, x)};
+}
 PL_INLINE i32x16 pairs_signed(u8x64 w, u8x64 w_abs, __m256i x) {
-  return {_mm256_maddubs_epi16(w_abs.lo, _mm256_sign_epi8(x, w.lo)), _mm256_maddubs_epi16(w_abs.hi, _mm256_sign_epi8(x, w.hi))};
+  return {_mm256_maddubs_epi16(w_abs.lo, _mm256_sign_epi8(x, w.lo)),
+          _mm256_maddubs_epi16(w_abs.hi, _mm256_sign_epi8(x, w.hi))};
 }
 PL_INLINE u8x64 abs_quants(u8x64 w) { return {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}; }
 // The factor of a half for madd: the same 16 bits twice in a lane.
@@ -103,17 +125,27 @@ PL_INLINE i32x16 half_factor(i32x16 a) { return join(mask(a, 0xffff), shift(a, 1
 // The factors of both halves in the two 16-bit lanes, times `by`.
 PL_INLINE i32x16 both_halves(const i32x16* factor, int by) {
   const __m256i v = _mm256_set1_epi16(int16_t(by));
-  const __m256i lo = _mm256_blend_epi16(factor[0].lo, factor[1].lo, 0xaa), hi = _mm256_blend_epi16(factor[0].hi, factor[1].hi, 0xaa);
+  const __m256i lo = _mm256_blend_epi16(factor[0].lo, factor[1].lo, 0xaa),
+                hi = _mm256_blend_epi16(factor[0].hi, factor[1].hi, 0xaa);
   return {_mm256_mullo_epi16(lo, v), _mm256_mullo_epi16(hi, v)};
 }
 
 #elif defined(PL_ISA_neon)
-struct u8x64 { uint8x16_t v[4]; };
-struct i32x16 { int32x4_t v[4]; };
+struct u8x64 {
+  uint8x16_t v[4];
+};
+struct i32x16 {
+  int32x4_t v[4];
+};
 constexpr int kSignedZero = 0;
-#define PL_QUARTERS(type, expr) type r; for (int i = 0; i < 4; i++) r.v[i] = (expr); return r
+#define PL_QUARTERS(type, expr)                \
+  type r;                                      \
+  for (int i = 0; i < 4; i++) r.v[i] = (expr); \
+  return r
 PL_INLINE u8x64 load64(const uint8_t* p) { PL_QUARTERS(u8x64, vld1q_u8(p + 16 * i)); }
-PL_INLINE void store64(uint8_t* p, u8x64 a) { for (int i = 0; i < 4; i++) vst1q_u8(p + 16 * i, a.v[i]); }
+PL_INLINE void store64(uint8_t* p, u8x64 a) {
+  for (int i = 0; i < 4; i++) vst1q_u8(p + 16 * i, a.v[i]);
+}
 PL_INLINE u8x64 mask(u8x64 a, int m) { PL_QUARTERS(u8x64, vandq_u8(a.v[i], vdupq_n_u8(uint8_t(m)))); }
 PL_INLINE u8x64 join(u8x64 a, u8x64 b) { PL_QUARTERS(u8x64, vorrq_u8(a.v[i], b.v[i])); }
 PL_INLINE u8x64 shift(u8x64 a, int n) { PL_QUARTERS(u8x64, vshlq_u8(a.v[i], vdupq_n_s8(int8_t(n)))); }
@@ -125,7 +157,8 @@ PL_INLINE int32x4_t widen4(const uint8_t* p, bool is_signed) {
   uint32_t four;
   std::memcpy(&four, p, 4);
   const uint8x8_t b = vcreate_u8(four);
-  return is_signed ? vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(b)))) : vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(b))));
+  return is_signed ? vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(b))))
+                   : vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(b))));
 }
 PL_INLINE i32x16 widen_u8(const uint8_t* p) { PL_QUARTERS(i32x16, widen4(p + 4 * i, false)); }
 PL_INLINE i32x16 widen_i8(const uint8_t* p) { PL_QUARTERS(i32x16, widen4(p + 4 * i, true)); }
@@ -147,10 +180,17 @@ PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
 #undef PL_QUARTERS
 
 #else
-struct u8x64 { uint8_t v[64]; };
-struct i32x16 { int32_t v[16]; };
+struct u8x64 {
+  uint8_t v[64];
+};
+struct i32x16 {
+  int32_t v[16];
+};
 constexpr int kSignedZero = 0;
-#define PL_ALL(type, n, expr) type r; for (int i = 0; i < n; i++) r.v[i] = (expr); return r
+#define PL_ALL(type, n, expr)                  \
+  type r;                                      \
+  for (int i = 0; i < n; i++) r.v[i] = (expr); \
+  return r
 PL_INLINE u8x64 load64(const uint8_t* p) { PL_ALL(u8x64, 64, p[i]); }
 PL_INLINE void store64(uint8_t* p, u8x64 a) { std::memcpy(p, a.v, 64); }
 PL_INLINE u8x64 mask(u8x64 a, int m) { PL_ALL(u8x64, 64, uint8_t(a.v[i] & m)); }
@@ -165,7 +205,9 @@ PL_INLINE i32x16 add(i32x16 a, i32x16 b) { PL_ALL(i32x16, 16, a.v[i] + b.v[i]); 
 PL_INLINE i32x16 mul(i32x16 a, i32x16 b) { PL_ALL(i32x16, 16, a.v[i] * b.v[i]); }
 PL_INLINE i32x16 mask(i32x16 a, int m) { PL_ALL(i32x16, 16, a.v[i] & m); }
 PL_INLINE i32x16 join(i32x16 a, i32x16 b) { PL_ALL(i32x16, 16, a.v[i] | b.v[i]); }
-PL_INLINE i32x16 shift(i32x16 a, int n) { PL_ALL(i32x16, 16, n >= 0 ? int32_t(uint32_t(a.v[i]) << n) : int32_t(uint32_t(a.v[i]) >> -n)); }
+PL_INLINE i32x16 shift(i32x16 a, int n) {
+  PL_ALL(i32x16, 16, n >= 0 ? int32_t(uint32_t(a.v[i]) << n) : int32_t(uint32_t(a.v[i]) >> -n));
+}
 PL_INLINE f32x16 to_float(i32x16 a) { PL_ALL(f32x16, 16, float(a.v[i])); }
 PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
   for (int i = 0; i < 64; i++) acc.v[i / 4] += int8_t(w.v[i]) * x[i % 4];

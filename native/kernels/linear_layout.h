@@ -1,3 +1,4 @@
+// clang-format off
 // Packed panels: where the bytes of 16 output rows lie. Shared by pack.cpp (writes) and the kernels (read); data only,
 // so that the linker has no code of one ISA to hand to another.
 //
@@ -18,31 +19,54 @@
 //     q4_k q5_k              d f16, dmin f16, byte[8] scale | (min & 3) << 6, byte[4] min >> 2, even group in the low nibble
 //     q6_k                   d f16, int8[16 halves] scale
 // A float panel is [k][16] (f32, f16) or [(k+1)/2][16][2] (bf16).
+// clang-format on
 #pragma once
 #include "kernels.h"
 
 namespace paceline {
 
-template <int bits> struct Planes;  // byte offsets of the planes in a group
-template <> struct Planes<2> { static constexpr int pairs = 0, bytes = 128; };
-template <> struct Planes<3> { static constexpr int pairs = 0, high = 128, bytes = 192; };
-template <> struct Planes<4> { static constexpr int nibbles = 0, bytes = 256; };
-template <> struct Planes<5> { static constexpr int nibbles = 0, high = 256, bytes = 320; };
-template <> struct Planes<6> { static constexpr int nibbles = 0, high = 256, bytes = 384; };
-template <> struct Planes<8> { static constexpr int bytes = 512; };
+template <int bits>
+struct Planes;  // byte offsets of the planes in a group
+template <>
+struct Planes<2> {
+  static constexpr int pairs = 0, bytes = 128;
+};
+template <>
+struct Planes<3> {
+  static constexpr int pairs = 0, high = 128, bytes = 192;
+};
+template <>
+struct Planes<4> {
+  static constexpr int nibbles = 0, bytes = 256;
+};
+template <>
+struct Planes<5> {
+  static constexpr int nibbles = 0, high = 256, bytes = 320;
+};
+template <>
+struct Planes<6> {
+  static constexpr int nibbles = 0, high = 256, bytes = 384;
+};
+template <>
+struct Planes<8> {
+  static constexpr int bytes = 512;
+};
 
 // What scales a quant, and so what is added to a row's sum for a group:
 //   plain   d * (q - zero)               min     d * q + m
 //   halves  d * scale[half] * (q - zero)  halves_min  d * scale[half] * q - dmin * min[half]
 enum class Scaling { plain, min, halves, halves_min };
 
-template <Format format> struct Layout;
-#define PL_LAYOUT(format, bits_, scaling_, zero_, groups_, scale_bytes_)                                      \
-  template <> struct Layout<Format::format> {                                                                 \
-    static constexpr int bits = bits_, zero = zero_, record_groups = groups_, scale_bytes = scale_bytes_;     \
-    static constexpr int group_bytes = Planes<bits_>::bytes;                                                  \
-    static constexpr Scaling scaling = Scaling::scaling_;                                                     \
+template <Format format>
+struct Layout;
+#define PL_LAYOUT(format, bits_, scaling_, zero_, groups_, scale_bytes_)                                  \
+  template <>                                                                                             \
+  struct Layout<Format::format> {                                                                         \
+    static constexpr int bits = bits_, zero = zero_, record_groups = groups_, scale_bytes = scale_bytes_; \
+    static constexpr int group_bytes = Planes<bits_>::bytes;                                              \
+    static constexpr Scaling scaling = Scaling::scaling_;                                                 \
   }
+// clang-format off
 //        format  bits scaling     zero groups scale bytes
 PL_LAYOUT(q4_0,   4,   plain,      8,   1,     32);
 PL_LAYOUT(q4_1,   4,   min,        0,   1,     64);
@@ -55,6 +79,7 @@ PL_LAYOUT(q4_k,   4,   min,        0,   8,     256);
 PL_LAYOUT(q5_k,   5,   min,        0,   8,     256);
 PL_LAYOUT(q6_k,   6,   halves,     32,  8,     288);
 PL_LAYOUT(iq4_nl, 4,   plain,      0,   1,     32);
+// clang-format on
 #undef PL_LAYOUT
 
 }  // namespace paceline

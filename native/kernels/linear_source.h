@@ -5,22 +5,40 @@
 
 namespace paceline::PL_ISA {
 
-// The arithmetic of a format once its quants are bytes. Formats of one shape share the Unpacked tiles. Bits 8 means signed.
-template <int bits_, Scaling scaling_, int zero_> struct Shape {
+// The arithmetic of a format once its quants are bytes. Formats of one shape share the Unpacked tiles. Bits 8 means
+// signed.
+template <int bits_, Scaling scaling_, int zero_>
+struct Shape {
   static constexpr int bits = bits_, zero = bits_ == 8 ? kSignedZero : zero_;
   static constexpr Scaling scaling = scaling_;
   static constexpr bool has_halves = scaling_ == Scaling::halves || scaling_ == Scaling::halves_min;
   static constexpr bool has_min = scaling_ == Scaling::min || scaling_ == Scaling::halves_min;
 };
-template <Format f> using ShapeOf = Shape<f == Format::iq4_nl ? 8 : Layout<f>::bits, Layout<f>::scaling, Layout<f>::zero>;
+template <Format f>
+using ShapeOf = Shape<f == Format::iq4_nl ? 8 : Layout<f>::bits, Layout<f>::scaling, Layout<f>::zero>;
 
 // Scales of one group for the sixteen rows of a panel. `scale` and `min` are integers, as half_factor makes them: the
 // value is the low 16 bits of a lane.
-template <Scaling> struct Scales;
-template <> struct Scales<Scaling::plain> { f32x16 d; };
-template <> struct Scales<Scaling::min> { f32x16 d, m; };
-template <> struct Scales<Scaling::halves> { f32x16 d; i32x16 scale[2]; };
-template <> struct Scales<Scaling::halves_min> { f32x16 d, m; i32x16 scale[2], min[2]; };
+template <Scaling>
+struct Scales;
+template <>
+struct Scales<Scaling::plain> {
+  f32x16 d;
+};
+template <>
+struct Scales<Scaling::min> {
+  f32x16 d, m;
+};
+template <>
+struct Scales<Scaling::halves> {
+  f32x16 d;
+  i32x16 scale[2];
+};
+template <>
+struct Scales<Scaling::halves_min> {
+  f32x16 d, m;
+  i32x16 scale[2], min[2];
+};
 
 // kvalues_iq4nl of ggml: the sixteen levels of iq4_nl.
 alignas(16) constexpr int8_t kIq4nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
@@ -28,28 +46,36 @@ alignas(16) constexpr int8_t kIq4nl[16] = {-127, -104, -83, -65, -49, -35, -22, 
 PL_INLINE f32x16 negate(f32x16 a) { return sub(set1(0.0f), a); }
 
 // Byte block j of a packed group.
-template <Format f> PL_INLINE u8x64 quants(const uint8_t* group, int j) {
+template <Format f>
+PL_INLINE u8x64 quants(const uint8_t* group, int j) {
   using L = Layout<f>;
   using P = Planes<L::bits>;
   if constexpr (L::bits == 8) return signed_quants(load64(group + 64 * j));
   if constexpr (L::bits == 2 || L::bits == 3) {
     const u8x64 low = mask(shift(load64(group + j / 4 * 64), -2 * (j % 4)), 3);
-    if constexpr (L::bits == 2) return low;
-    else return join(low, mask(shift(load64(group + P::high), 2 - j), 4));
+    if constexpr (L::bits == 2)
+      return low;
+    else
+      return join(low, mask(shift(load64(group + P::high), 2 - j), 4));
   }
   if constexpr (L::bits >= 4 && L::bits <= 6) {
     const u8x64 byte = load64(group + j % 4 * 64), low = mask(j < 4 ? byte : shift(byte, -4), 15);
-    if constexpr (f == Format::iq4_nl) return signed_quants(lookup(kIq4nl, low));
-    else if constexpr (L::bits == 4) return low;
-    else if constexpr (L::bits == 5) return join(low, mask(shift(load64(group + P::high), 4 - j), 16));
-    else return join(low, mask(shift(load64(group + P::high + j / 4 * 64), 4 - 2 * (j % 4)), 48));
+    if constexpr (f == Format::iq4_nl)
+      return signed_quants(lookup(kIq4nl, low));
+    else if constexpr (L::bits == 4)
+      return low;
+    else if constexpr (L::bits == 5)
+      return join(low, mask(shift(load64(group + P::high), 4 - j), 16));
+    else
+      return join(low, mask(shift(load64(group + P::high + j / 4 * 64), 4 - 2 * (j % 4)), 48));
   }
 }
 
 PL_INLINE f32x16 half_at(const uint8_t* p) { return load_f16((const uint16_t*)p); }
 
 // Scales of group g, from the scale records that begin at `records`.
-template <Format f> PL_INLINE Scales<Layout<f>::scaling> scales(const uint8_t* records, int g) {
+template <Format f>
+PL_INLINE Scales<Layout<f>::scaling> scales(const uint8_t* records, int g) {
   using L = Layout<f>;
   const uint8_t* r = records + size_t(g / L::record_groups) * L::scale_bytes;
   const int i = g % L::record_groups;
@@ -67,29 +93,36 @@ template <Format f> PL_INLINE Scales<Layout<f>::scaling> scales(const uint8_t* r
     return {d, {half_factor(widen_i8(r + 32 + 32 * i)), half_factor(widen_i8(r + 48 + 32 * i))}};
   } else if constexpr (f == Format::q3_k) {
     const i32x16 low = widen_u8(r + 32 + 16 * i), high = shift(widen_u8(r + 160 + i / 2 * 16), i % 2 ? -4 : 0);
-    const i32x16 first = join(mask(low, 15), shift(mask(high, 3), 4)), second = join(shift(low, -4), shift(mask(high, 12), 2));
+    const i32x16 first = join(mask(low, 15), shift(mask(high, 3), 4)),
+                 second = join(shift(low, -4), shift(mask(high, 12), 2));
     return {d, {half_factor(add(first, set1_i32(-32))), half_factor(add(second, set1_i32(-32)))}};
   } else {
     const i32x16 first = widen_u8(r + 64 + 32 * i), second = widen_u8(r + 80 + 32 * i);
-    return {d, negate(half_at(r + 32)), {half_factor(mask(first, 15)), half_factor(mask(second, 15))},
+    return {d,
+            negate(half_at(r + 32)),
+            {half_factor(mask(first, 15)), half_factor(mask(second, 15))},
             {half_factor(shift(first, -4)), half_factor(shift(second, -4))}};
   }
 }
 
-template <Format f> struct Packed {
+template <Format f>
+struct Packed {
   using shape = ShapeOf<f>;
   const uint8_t *groups, *records;
-  PL_INLINE Packed(const uint8_t* panel, int num_groups) : groups(panel), records(panel + size_t(num_groups) * Layout<f>::group_bytes) {}
+  PL_INLINE Packed(const uint8_t* panel, int num_groups)
+      : groups(panel), records(panel + size_t(num_groups) * Layout<f>::group_bytes) {}
   PL_INLINE u8x64 block(int g, int j) const { return quants<f>(groups + size_t(g) * Layout<f>::group_bytes, j); }
   PL_INLINE Scales<shape::scaling> scales_of(int g) const { return scales<f>(records, g); }
 };
 
-template <class S> struct UnpackedGroup {
+template <class S>
+struct UnpackedGroup {
   uint8_t q[512];
   Scales<S::scaling> scales;
 };
 
-template <class S> struct Unpacked {
+template <class S>
+struct Unpacked {
   using shape = S;
   const UnpackedGroup<S>* groups;
   PL_INLINE Unpacked(const uint8_t* panel, int) : groups((const UnpackedGroup<S>*)panel) {}
@@ -97,7 +130,8 @@ template <class S> struct Unpacked {
   PL_INLINE const Scales<S::scaling>& scales_of(int g) const { return groups[g].scales; }
 };
 
-template <Format f> void unpack_panel(const uint8_t* panel, int num_groups, uint8_t* scratch) {
+template <Format f>
+void unpack_panel(const uint8_t* panel, int num_groups, uint8_t* scratch) {
   const Packed<f> source(panel, num_groups);
   auto* out = (UnpackedGroup<ShapeOf<f>>*)scratch;
   for (int g = 0; g < num_groups; g++) {

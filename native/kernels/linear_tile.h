@@ -11,16 +11,16 @@
 namespace paceline::PL_ISA {
 
 struct TileArgs {
-  const uint8_t* weight;          // packed panel, or what unpack_panel made of it
+  const uint8_t* weight;  // packed panel, or what unpack_panel made of it
   int k;
-  const uint8_t* x;               // first row
+  const uint8_t* x;  // first row
   size_t x_stride;
-  uint8_t* out;                   // first row, column of the panel's first output
+  uint8_t* out;  // first row, column of the panel's first output
   size_t out_stride;
-  const float* bias;              // of the panel's first output, or null
-  const uint8_t* residual;        // like out, or null
+  const float* bias;        // of the panel's first output, or null
+  const uint8_t* residual;  // like out, or null
   size_t residual_stride;
-  int lanes;                      // outputs that exist, 1 to 16
+  int lanes;  // outputs that exist, 1 to 16
 };
 using Tile = void (*)(const TileArgs&);
 
@@ -47,11 +47,17 @@ struct Q8Rows {  // T rows of q8
   const uint8_t* data;
   size_t stride, scales, sums, half_sums;  // offsets in a row
   PL_INLINE Q8Rows(const TileArgs& a)
-      : data(a.x), stride(a.x_stride), scales(q8_padded(a.k)), sums(scales + scales / 8), half_sums(sums + scales / 8) {}
+      : data(a.x),
+        stride(a.x_stride),
+        scales(q8_padded(a.k)),
+        sums(scales + scales / 8),
+        half_sums(sums + scales / 8) {}
   PL_INLINE const int8_t* q(int t, int g) const { return (const int8_t*)(data + t * stride + size_t(g) * 32); }
   PL_INLINE float scale(int t, int g) const { return *(const float*)(data + t * stride + scales + size_t(g) * 4); }
   PL_INLINE float sum(int t, int g) const { return *(const float*)(data + t * stride + sums + size_t(g) * 4); }
-  PL_INLINE const int16_t* half_sum(int t, int g) const { return (const int16_t*)(data + t * stride + half_sums + size_t(g) * 4); }
+  PL_INLINE const int16_t* half_sum(int t, int g) const {
+    return (const int16_t*)(data + t * stride + half_sums + size_t(g) * 4);
+  }
 };
 
 #if defined(PL_ISA_avx2)
@@ -60,7 +66,8 @@ constexpr int kTileRows = 4;
 // Blocks whose 16-bit pair sums cannot overflow: 2 * 127 * (2^bits - 1) a block.
 constexpr int blocks_in_16_bits(int bits) { return bits == 6 ? 2 : bits == 5 ? 4 : bits == 8 ? 1 : 8; }
 
-template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w, const Q8Rows& x, int g, const S& s, i32x16 (&ia)[T]) {
+template <int T, class Source, class S>
+PL_INLINE void dot_group(const Source& w, const Q8Rows& x, int g, const S& s, i32x16 (&ia)[T]) {
   using shape = typename Source::shape;
   constexpr int limit = blocks_in_16_bits(shape::bits), span = shape::has_halves && limit > 4 ? 4 : limit;
   const i32x16 ones{_mm256_set1_epi16(1), _mm256_set1_epi16(1)};
@@ -74,8 +81,10 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
       for (int t = 0; t < T; t++) {
         const __m256i four = broadcast4(x.q(t, g) + 4 * j);
         i32x16 p;
-        if constexpr (shape::bits == 8) p = pairs_signed(block, abs_quants(block), four);
-        else p = pairs_unsigned(block, four);
+        if constexpr (shape::bits == 8)
+          p = pairs_signed(block, abs_quants(block), four);
+        else
+          p = pairs_unsigned(block, four);
         pairs[t] = j == begin ? p : add16(pairs[t], p);
         settle(pairs[t]);
       }
@@ -83,8 +92,10 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
     PL_UNROLL
     for (int t = 0; t < T; t++) {
       i32x16 p;
-      if constexpr (shape::has_halves) p = madd(pairs[t], s.scale[begin / 4]);
-      else p = madd(pairs[t], ones);
+      if constexpr (shape::has_halves)
+        p = madd(pairs[t], s.scale[begin / 4]);
+      else
+        p = madd(pairs[t], ones);
       ia[t] = begin == 0 ? p : add(ia[t], p);
       settle(ia[t]);
     }
@@ -97,7 +108,8 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
   }
 }
 
-template <class S> PL_INLINE i32x16 dot_min(const Q8Rows& x, int t, int g, const S& s) {
+template <class S>
+PL_INLINE i32x16 dot_min(const Q8Rows& x, int t, int g, const S& s) {
   return madd(both_halves(s.min, 1), broadcast4(x.half_sum(t, g)));
 }
 
@@ -110,7 +122,8 @@ constexpr int kTileRows = 4;
 constexpr int kTileRows = 1;
 #endif
 
-template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w, const Q8Rows& x, int g, const S& s, i32x16 (&ia)[T]) {
+template <int T, class Source, class S>
+PL_INLINE void dot_group(const Source& w, const Q8Rows& x, int g, const S& s, i32x16 (&ia)[T]) {
   using shape = typename Source::shape;
   constexpr int parts = shape::has_halves ? 2 : 1, blocks = 8 / parts;
   PL_UNROLL
@@ -135,13 +148,15 @@ template <int T, class Source, class S> PL_INLINE void dot_group(const Source& w
   }
 }
 
-template <class S> PL_INLINE i32x16 dot_min(const Q8Rows& x, int t, int g, const S& s) {
+template <class S>
+PL_INLINE i32x16 dot_min(const Q8Rows& x, int t, int g, const S& s) {
   const int16_t* h = x.half_sum(t, g);
   return add(mul(s.min[0], set1_i32(h[0])), mul(s.min[1], set1_i32(h[1])));
 }
 #endif
 
-template <class Source, int T> void quant_tile(const TileArgs& a) {
+template <class Source, int T>
+void quant_tile(const TileArgs& a) {
   using shape = typename Source::shape;
   const int groups = a.k / kGroup;
   const Source w(a.weight, groups);
@@ -158,7 +173,8 @@ template <class Source, int T> void quant_tile(const TileArgs& a) {
       const f32x16 xs = set1(x.scale(t, g));
       acc[t] = fma(to_float(ia[t]), mul(s.d, xs), acc[t]);
       if constexpr (shape::scaling == Scaling::min) acc[t] = fma(s.m, set1(x.sum(t, g)), acc[t]);
-      if constexpr (shape::scaling == Scaling::halves_min) acc[t] = fma(to_float(dot_min(x, t, g, s)), mul(s.m, xs), acc[t]);
+      if constexpr (shape::scaling == Scaling::halves_min)
+        acc[t] = fma(to_float(dot_min(x, t, g, s)), mul(s.m, xs), acc[t]);
     }
   }
   PL_UNROLL
@@ -166,7 +182,8 @@ template <class Source, int T> void quant_tile(const TileArgs& a) {
 }
 
 // ---- float weights: acc = fma(w, x, acc) along k -------------------------------------------------------------------
-template <Format f, int T> void float_tile(const TileArgs& a) {
+template <Format f, int T>
+void float_tile(const TileArgs& a) {
   f32x16 acc[T];
   PL_UNROLL
   for (int t = 0; t < T; t++) acc[t] = set1(0.0f);
@@ -189,7 +206,8 @@ template <Format f, int T> void float_tile(const TileArgs& a) {
 
 #if defined(PL_ISA_avx512bf16)
 // The exception to equal bits on every ISA: x is bfloat16 (rows made by round_rows), two products a step.
-template <int T> void bf16_tile(const TileArgs& a) {
+template <int T>
+void bf16_tile(const TileArgs& a) {
   f32x16 acc[T];
   PL_UNROLL
   for (int t = 0; t < T; t++) acc[t] = set1(0.0f);

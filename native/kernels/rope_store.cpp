@@ -20,8 +20,10 @@ PL_INLINE void rotate(float* x, const float* table, int half) {
 // x as the cache's 16-bit type; n is a multiple of 8 and x and y have room for 16 at the end.
 PL_INLINE void narrow(const float* x, int n, Format dtype, uint16_t* y) {
   for (int i = 0; i < n; i += 16) {
-    if (dtype == Format::f16) store_f16(y + i, load(x + i));
-    else store_bf16(y + i, load(x + i));
+    if (dtype == Format::f16)
+      store_f16(y + i, load(x + i));
+    else
+      store_bf16(y + i, load(x + i));
   }
 }
 
@@ -31,8 +33,10 @@ struct Rope {
 
   // y = x normed and rotated; y has kMaxHeadDim columns.
   PL_INLINE void head(const float* x, const float* norm, float* y) const {
-    if (norm) norm_columns(x, norm, op.eps, op.head_dim, y);
-    else std::memcpy(y, x, size_t(op.head_dim) * 4);
+    if (norm)
+      norm_columns(x, norm, op.eps, op.head_dim, y);
+    else
+      std::memcpy(y, x, size_t(op.head_dim) * 4);
     if (table) rotate(y, table, op.rope_dims / 2);
   }
 };

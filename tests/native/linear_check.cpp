@@ -9,12 +9,12 @@
 #include "kernels.h"
 
 namespace paceline {
-#define PL_DECLARE(isa)                                            \
-  namespace isa {                                                  \
-  void linear(const Op&, const Step&, Work&);                      \
-  void embed(const Op&, const Step&, Work&);                       \
-  size_t linear_scratch(const Op&, int max_rows);                  \
-  void quantize_one_row(const float* x, int k, uint8_t* q8_row);   \
+#define PL_DECLARE(isa)                                          \
+  namespace isa {                                                \
+  void linear(const Op&, const Step&, Work&);                    \
+  void embed(const Op&, const Step&, Work&);                     \
+  size_t linear_scratch(const Op&, int max_rows);                \
+  void quantize_one_row(const float* x, int k, uint8_t* q8_row); \
   }
 PL_DECLARE(scalar)
 PL_DECLARE(PL_CHECK_ISA)
@@ -26,12 +26,19 @@ using namespace paceline;
 #define PL_STR2(x) #x
 #define PL_STR(x) PL_STR2(x)
 
-struct Source { const char* name; Format format; int weights, bytes; int scales[2]; };  // scales: f16 fields of a block
+struct Source {
+  const char* name;
+  Format format;
+  int weights, bytes;
+  int scales[2];
+};  // scales: f16 fields of a block
 constexpr Source kSources[] = {
-    {"f32", Format::f32, 1, 4, {-1, -1}},       {"f16", Format::f16, 1, 2, {-1, -1}},       {"bf16", Format::bf16, 1, 2, {-1, -1}},
-    {"q4_0", Format::q4_0, 32, 18, {0, -1}},    {"q4_1", Format::q4_1, 32, 20, {0, 2}},     {"q5_0", Format::q5_0, 32, 22, {0, -1}},
-    {"q5_1", Format::q5_1, 32, 24, {0, 2}},     {"q8_0", Format::q8_0, 32, 34, {0, -1}},    {"q2_k", Format::q2_k, 256, 84, {80, 82}},
-    {"q3_k", Format::q3_k, 256, 110, {108, -1}}, {"q4_k", Format::q4_k, 256, 144, {0, 2}},  {"q5_k", Format::q5_k, 256, 176, {0, 2}},
+    {"f32", Format::f32, 1, 4, {-1, -1}},        {"f16", Format::f16, 1, 2, {-1, -1}},
+    {"bf16", Format::bf16, 1, 2, {-1, -1}},      {"q4_0", Format::q4_0, 32, 18, {0, -1}},
+    {"q4_1", Format::q4_1, 32, 20, {0, 2}},      {"q5_0", Format::q5_0, 32, 22, {0, -1}},
+    {"q5_1", Format::q5_1, 32, 24, {0, 2}},      {"q8_0", Format::q8_0, 32, 34, {0, -1}},
+    {"q2_k", Format::q2_k, 256, 84, {80, 82}},   {"q3_k", Format::q3_k, 256, 110, {108, -1}},
+    {"q4_k", Format::q4_k, 256, 144, {0, 2}},    {"q5_k", Format::q5_k, 256, 176, {0, 2}},
     {"q6_k", Format::q6_k, 256, 210, {208, -1}}, {"iq4_nl", Format::iq4_nl, 32, 18, {0, -1}},
 };
 
@@ -60,7 +67,9 @@ std::vector<uint8_t> random_source(const Source& s, int rows, int k) {
 }
 
 struct Buffer {  // 64-byte aligned
-  explicit Buffer(size_t n) : data(static_cast<uint8_t*>(std::aligned_alloc(64, (n + 127) / 64 * 64))) { std::memset(data, 0, n); }
+  explicit Buffer(size_t n) : data(static_cast<uint8_t*>(std::aligned_alloc(64, (n + 127) / 64 * 64))) {
+    std::memset(data, 0, n);
+  }
   ~Buffer() { std::free(data); }
   uint8_t* data;
 };
@@ -71,7 +80,8 @@ struct Isa {
   void (*quantize)(const float*, int, uint8_t*);
 };
 constexpr Isa kScalar{scalar::linear, scalar::embed, scalar::linear_scratch, scalar::quantize_one_row};
-constexpr Isa kChecked{PL_CHECK_ISA::linear, PL_CHECK_ISA::embed, PL_CHECK_ISA::linear_scratch, PL_CHECK_ISA::quantize_one_row};
+constexpr Isa kChecked{PL_CHECK_ISA::linear, PL_CHECK_ISA::embed, PL_CHECK_ISA::linear_scratch,
+                       PL_CHECK_ISA::quantize_one_row};
 
 void run(Kernel kernel, const Op& op, Step& step, size_t scratch_bytes) {
   Buffer scratch(scratch_bytes);
@@ -87,14 +97,16 @@ void run(Kernel kernel, const Op& op, Step& step, size_t scratch_bytes) {
   kernel(op, step, work);
 }
 
-std::vector<float> linear_of(const Isa& isa, const Weight& weight, const std::vector<float>& x, int rows, const std::vector<float>& bias,
-                             std::vector<float>& residual) {
+std::vector<float> linear_of(const Isa& isa, const Weight& weight, const std::vector<float>& x, int rows,
+                             const std::vector<float>& bias, std::vector<float>& residual) {
   const bool is_q8 = weight.format > Format::bf16;
   const size_t k = size_t(weight.k), stride = is_q8 ? q8_row_bytes(weight.k) : k * 4, cols = size_t(weight.rows);
   Buffer in(stride * size_t(rows));
   for (size_t t = 0; t < size_t(rows); t++) {
-    if (is_q8) isa.quantize(&x[t * k], weight.k, in.data + t * stride);
-    else std::memcpy(in.data + t * stride, &x[t * k], stride);
+    if (is_q8)
+      isa.quantize(&x[t * k], weight.k, in.data + t * stride);
+    else
+      std::memcpy(in.data + t * stride, &x[t * k], stride);
   }
   std::vector<float> out(cols * size_t(rows));
   Op op;
@@ -144,13 +156,15 @@ int check(const Source& s, int rows, int k, int num_x) {
   Buffer packed(w.panel_bytes * size_t(panels));
   pack_panels(s.format, source.data(), source.size() / size_t(rows), rows, k, nullptr, 0, panels, packed.data);
   w.data = packed.data;
-  std::vector<float> x(size_t(num_x) * size_t(k)), bias(static_cast<size_t>(rows)), residual(size_t(num_x) * size_t(rows));
+  std::vector<float> x(size_t(num_x) * size_t(k)), bias(static_cast<size_t>(rows)),
+      residual(size_t(num_x) * size_t(rows));
   for (auto* v : {&x, &bias, &residual}) {
     for (float& f : *v) f = random_float();
   }
   const bool rounds = s.format == Format::bf16 && std::strcmp(PL_STR(PL_CHECK_ISA), "avx512bf16") == 0;
   const float tolerance = rounds ? 0.01f * std::sqrt(float(k)) * 4 : 0.0f;
-  const bool same = same_values(linear_of(kScalar, w, x, num_x, bias, residual), linear_of(kChecked, w, x, num_x, bias, residual), tolerance);
+  const bool same = same_values(linear_of(kScalar, w, x, num_x, bias, residual),
+                                linear_of(kChecked, w, x, num_x, bias, residual), tolerance);
   if (!same) std::printf("linear differs: %s rows %d k %d x rows %d\n", s.name, rows, k, num_x);
   const bool same_rows = num_x != 1 || same_values(embed_of(kScalar, w), embed_of(kChecked, w), 0);
   if (!same_rows) std::printf("embed differs: %s rows %d k %d\n", s.name, rows, k);

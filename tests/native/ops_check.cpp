@@ -7,17 +7,17 @@
 #include "kernels.h"
 
 namespace paceline {
-#define PL_DECLARE(isa)                                    \
-  namespace isa {                                          \
-  void rms_norm(const Op&, const Step&, Work&);            \
-  void rope_store(const Op&, const Step&, Work&);          \
-  void attend(const Op&, const Step&, Work&);              \
-  size_t attend_scratch(const Op&);                        \
-  void gated_act(const Op&, const Step&, Work&);           \
-  void add(const Op&, const Step&, Work&);                 \
-  void scale(const Op&, const Step&, Work&);               \
-  void softcap(const Op&, const Step&, Work&);             \
-  void select(const Op&, const Step&, Work&);              \
+#define PL_DECLARE(isa)                           \
+  namespace isa {                                 \
+  void rms_norm(const Op&, const Step&, Work&);   \
+  void rope_store(const Op&, const Step&, Work&); \
+  void attend(const Op&, const Step&, Work&);     \
+  size_t attend_scratch(const Op&);               \
+  void gated_act(const Op&, const Step&, Work&);  \
+  void add(const Op&, const Step&, Work&);        \
+  void scale(const Op&, const Step&, Work&);      \
+  void softcap(const Op&, const Step&, Work&);    \
+  void select(const Op&, const Step&, Work&);     \
   }
 PL_DECLARE(scalar)
 PL_DECLARE(PL_CHECK_ISA)
@@ -41,7 +41,9 @@ std::vector<float> random_floats(size_t n) {
   for (float& v : values) v = random_float();
   return values;
 }
-Mat mat(std::vector<float>& values, int cols) { return {reinterpret_cast<uint8_t*>(values.data()), size_t(cols) * 4, cols, false}; }
+Mat mat(std::vector<float>& values, int cols) {
+  return {reinterpret_cast<uint8_t*>(values.data()), size_t(cols) * 4, cols, false};
+}
 
 int take(Work& work, int grain) {
   int* next = static_cast<int*>(work.counter);
@@ -75,20 +77,26 @@ Memory run_into(Kernel kernel, Op op, Step step, int rows, size_t kv_bytes, size
   return m;
 }
 
-void compare(const char* name, Kernel scalar, Kernel isa, const Op& op, const Step& step, int rows, size_t kv_bytes, size_t scratch_bytes) {
-  Memory a = run_into(scalar, op, step, rows, kv_bytes, scratch_bytes), b = run_into(isa, op, step, rows, kv_bytes, scratch_bytes);
+void compare(const char* name, Kernel scalar, Kernel isa, const Op& op, const Step& step, int rows, size_t kv_bytes,
+             size_t scratch_bytes) {
+  Memory a = run_into(scalar, op, step, rows, kv_bytes, scratch_bytes),
+         b = run_into(isa, op, step, rows, kv_bytes, scratch_bytes);
   checks++;
   if (a.out != b.out || a.k != b.k || a.v != b.v) {
     differences++;
-    std::printf("%s: %d columns, q8 %d, head_dim %d, dtype %d differ\n", name, op.out.cols, op.out.is_q8, op.head_dim, int(step.kv.dtype));
+    std::printf("%s: %d columns, q8 %d, head_dim %d, dtype %d differ\n", name, op.out.cols, op.out.is_q8, op.head_dim,
+                int(step.kv.dtype));
   }
 }
 
-void set_out(Op& op, int cols, bool is_q8) { op.out = {nullptr, is_q8 ? q8_row_bytes(cols) : size_t(cols) * 4, cols, is_q8}; }
+void set_out(Op& op, int cols, bool is_q8) {
+  op.out = {nullptr, is_q8 ? q8_row_bytes(cols) : size_t(cols) * 4, cols, is_q8};
+}
 
 void check_row_ops(int cols) {
   const int rows = 3;
-  std::vector<float> x = random_floats(size_t(rows * cols)), y = random_floats(size_t(rows * cols)), weight = random_floats(size_t(cols));
+  std::vector<float> x = random_floats(size_t(rows * cols)), y = random_floats(size_t(rows * cols)),
+                     weight = random_floats(size_t(cols));
   const int32_t selected[] = {2, 0};
   Step step;
   step.T = rows;
@@ -104,7 +112,8 @@ void check_row_ops(int cols) {
   for (bool is_q8 : {false, true}) {
     set_out(op, cols, is_q8);
     compare("rms_norm", scalar::rms_norm, PL_CHECK_ISA::rms_norm, op, step, rows, 0, size_t(cols) * 4);
-    for (op.act = 0; op.act < 2; op.act++) compare("gated_act", scalar::gated_act, PL_CHECK_ISA::gated_act, op, step, rows, 0, 0);
+    for (op.act = 0; op.act < 2; op.act++)
+      compare("gated_act", scalar::gated_act, PL_CHECK_ISA::gated_act, op, step, rows, 0, 0);
   }
   set_out(op, cols, false);
   compare("add", scalar::add, PL_CHECK_ISA::add, op, step, rows, 0, 0);
@@ -117,7 +126,8 @@ void check_row_ops(int cols) {
 // Rope, store and attention of 70 causal rows after 30, or of a tree of 20 rows.
 void check_attention(int dim, Format dtype, bool is_tree, int window, float softcap) {
   const int heads = 6, kv_heads = 2, ctx = 30, rows = is_tree ? 20 : 70, block_size = 32, num_blocks = 4;
-  std::vector<float> q = random_floats(size_t(rows * heads * dim)), k = random_floats(size_t(rows * kv_heads * dim)), v = k;
+  std::vector<float> q = random_floats(size_t(rows * heads * dim)), k = random_floats(size_t(rows * kv_heads * dim)),
+                     v = k;
   std::vector<float> norm = random_floats(size_t(dim)), rope = random_floats(size_t(128 * dim));
   size_t values = size_t(num_blocks * kv_heads * block_size * dim), width = dtype == Format::f32 ? 4 : 2;
   std::vector<uint8_t> cache_k(values * width + 64), cache_v(cache_k.size());

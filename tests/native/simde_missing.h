@@ -15,18 +15,35 @@
 #undef _mm512_reduce_max_ps
 
 namespace simde_missing {
-inline simde__m512i join(__m256i lo, __m256i hi) { return simde_mm512_inserti64x4(simde_mm512_castsi256_si512(lo), hi, 1); }
-inline simde__m512 join(__m256 lo, __m256 hi) { return simde_mm512_castsi512_ps(join(_mm256_castps_si256(lo), _mm256_castps_si256(hi))); }
+inline simde__m512i join(__m256i lo, __m256i hi) {
+  return simde_mm512_inserti64x4(simde_mm512_castsi256_si512(lo), hi, 1);
+}
+inline simde__m512 join(__m256 lo, __m256 hi) {
+  return simde_mm512_castsi512_ps(join(_mm256_castps_si256(lo), _mm256_castps_si256(hi)));
+}
 inline __m256 low(simde__m512 a) { return simde_mm512_castps512_ps256(a); }
-inline __m256 high(simde__m512 a) { return _mm256_castsi256_ps(simde_mm512_extracti64x4_epi64(simde_mm512_castps_si512(a), 1)); }
-inline simde__m512 cvtph_ps(__m256i a) { return join(_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))); }
-inline __m256i cvtps_ph(simde__m512 a) { return _mm256_set_m128i(_mm256_cvtps_ph(high(a), 0), _mm256_cvtps_ph(low(a), 0)); }
-inline simde__m512i cvtepu8_epi32(__m128i a) { return join(_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))); }
-inline simde__m512i cvtepi8_epi32(__m128i a) { return join(_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))); }
-inline simde__m512i cvtepu16_epi32(__m256i a) { return join(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1))); }
+inline __m256 high(simde__m512 a) {
+  return _mm256_castsi256_ps(simde_mm512_extracti64x4_epi64(simde_mm512_castps_si512(a), 1));
+}
+inline simde__m512 cvtph_ps(__m256i a) {
+  return join(_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1)));
+}
+inline __m256i cvtps_ph(simde__m512 a) {
+  return _mm256_set_m128i(_mm256_cvtps_ph(high(a), 0), _mm256_cvtps_ph(low(a), 0));
+}
+inline simde__m512i cvtepu8_epi32(__m128i a) {
+  return join(_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8)));
+}
+inline simde__m512i cvtepi8_epi32(__m128i a) {
+  return join(_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8)));
+}
+inline simde__m512i cvtepu16_epi32(__m256i a) {
+  return join(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1)));
+}
 inline simde__m512i cvtps_epi32(simde__m512 a) { return join(_mm256_cvtps_epi32(low(a)), _mm256_cvtps_epi32(high(a))); }
 inline simde__m512 cvtepi32_ps(simde__m512i a) {
-  return join(_mm256_cvtepi32_ps(simde_mm512_castsi512_si256(a)), _mm256_cvtepi32_ps(simde_mm512_extracti64x4_epi64(a, 1)));
+  return join(_mm256_cvtepi32_ps(simde_mm512_castsi512_si256(a)),
+              _mm256_cvtepi32_ps(simde_mm512_extracti64x4_epi64(a, 1)));
 }
 inline float reduce_max_ps(simde__m512 a) {
   float f[16], m;
