@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -55,7 +56,10 @@ def serve(
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
-    serve_app(loaded, listener, grace_s=_GRACE_S)
+    try:
+        serve_app(loaded, listener, grace_s=_GRACE_S)
+    finally:
+        gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 
 
 def listen(host: str, port: int) -> socket.socket:
