@@ -33,6 +33,8 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
+    /health says what the engine is doing.
+
     Ctrl-C stops it; calls in flight get three seconds to end, a second Ctrl-C ends them at once.
 
     **Examples**
