@@ -26,7 +26,7 @@ def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) 
     """
     num_prompt = len(request.prompt_token_ids)
     max_tokens = request.params.max_tokens
-    asked = "any number of" if max_tokens is None else str(max_tokens)
+    asked = "any number" if max_tokens is None else str(max_tokens)
     if num_prompt == 0:
         raise ParameterError("the prompt is empty: give at least one token", param="prompt")
     if num_prompt >= max_model_len:
