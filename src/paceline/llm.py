@@ -102,13 +102,13 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         each = self._params_each(params, len(ids))
-        requests = [new_request(i, p) for i, p in zip(ids, each, strict=True)]
-        rows = {request.id: row for row, request in enumerate(requests)}
         builders = [
             [ChoiceBuilder(idx, p.logprobs is not None) for idx in range(p.n)] for p in each
         ]
         num_choices = sum(p.n for p in each)
         with self._lock, _progress_bar(num_choices, is_shown=progress) as advance:
+            requests = [new_request(i, p) for i, p in zip(ids, each, strict=True)]
+            rows = {request.id: row for row, request in enumerate(requests)}
             for delta in stream(self.loaded.engine, requests):
                 builders[rows[delta.request_id]][delta.index].add(delta)
                 advance(len(delta.token_ids), delta.finish_reason is not None)

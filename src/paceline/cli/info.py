@@ -27,7 +27,7 @@ def info(
 ) -> None:
     """Show architecture, size by weight format, and memory for N sequences of C tokens.
 
-    Reads the file's header only: nothing is loaded.
+    Reads the file's header only: nothing is loaded. A named model is fetched if it is not here.
 
     **Examples**
 

@@ -12,7 +12,7 @@ def list_models(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Show the models that have a name, their size, licence, and where they lie.
+    """Show the models that have a name, their size, licence, and which are on this disk.
 
     **Examples**
 

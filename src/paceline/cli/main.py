@@ -33,6 +33,13 @@ app = typer.Typer(
         "Paceline runs and serves language models, and shows where every millisecond goes.\n\n"
         "**Begin with** `paceline run smollm2-135m 'Why is the sky blue?'`"
     ),
+    epilog=(
+        "**Environment**\n\n"
+        "- `PACELINE_HOME`: where models lie (default `~/.cache/paceline`)\n\n"
+        "- `PACELINE_LOG`: debug, info, warning or error\n\n"
+        "- `PACELINE_NUM_THREADS`: threads where `--threads` says nothing\n\n"
+        "- `PACELINE_ISA`: scalar, avx2, avx512, avx512bf16 or neon instead of the best"
+    ),
 )
 app.command()(run.run)
 app.command()(chat.chat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -32,6 +33,8 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
+    /health says what the engine is doing.
+
     Ctrl-C stops it; calls in flight get three seconds to end, a second Ctrl-C ends them at once.
 
     **Examples**
@@ -55,7 +58,10 @@ def serve(
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
-    serve_app(loaded, listener, grace_s=_GRACE_S)
+    try:
+        serve_app(loaded, listener, grace_s=_GRACE_S)
+    finally:
+        gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -65,5 +71,6 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ParameterError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose another --host or --port"
         ) from None

@@ -89,7 +89,8 @@ class LoadedModel:
         if num_chars > limit:
             raise PromptTooLongError(
                 f"the prompt has {num_chars} characters, a context of {max_model_len} tokens holds "
-                f"at most {limit}: shorten it or raise --max-model-len",
+                f"at most {limit}: shorten it or, if the model's context is longer, raise "
+                "--max-model-len or --kv-memory",
                 param=param,
             )
 

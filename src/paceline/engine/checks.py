@@ -26,14 +26,14 @@ def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) 
     """
     num_prompt = len(request.prompt_token_ids)
     max_tokens = request.params.max_tokens
-    asked = "any number of" if max_tokens is None else str(max_tokens)
+    asked = "any number" if max_tokens is None else str(max_tokens)
     if num_prompt == 0:
         raise ParameterError("the prompt is empty: give at least one token", param="prompt")
     if num_prompt >= max_model_len:
         raise PromptTooLongError(
             f"the context is {max_model_len} tokens; the prompt has {num_prompt} and {asked} "
-            f"more are requested: shorten the prompt to {max_model_len - 1} or raise "
-            f"--max-model-len",
+            f"more are requested: shorten the prompt to {max_model_len - 1} or, if the model's "
+            f"context is longer, raise --max-model-len or --kv-memory",
             param="prompt",
         )
     if num_prompt >= num_pool_tokens:
