@@ -68,7 +68,7 @@ def measure(model: str, num_characters: int, kv_dtype: str) -> dict[str, object]
     value = {name: math.exp(float(np.mean(loss))) for name, loss in losses.items()}
     difference = np.subtract(losses["native"], losses["reference"])
     return {
-        "model": model,
+        "model": Path(model).name,
         "isa": isa,
         "kv_dtype": kv_dtype,
         "num_scored_tokens": rows,
