@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 from paceline import __version__
-from paceline.cli import chat, info, pull, run, serve
-from paceline.cli import list as list_command
 from paceline.errors import PacelineError, ParameterError
 
 EXIT_ERROR = 1
@@ -23,12 +23,42 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # Typer's public BadParameter is the class of all usage errors in both.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
+# command -> its function, in the module of paceline.cli with the command's name
+_COMMANDS = {
+    "run": "run",
+    "chat": "chat",
+    "serve": "serve",
+    "info": "info",
+    "pull": "pull",
+    "list": "list_models",
+}
+_SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": "markdown",
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class _Commands(TyperGroup):
+    """Imports a command and reads its options when it is called: the others cost no start."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"paceline.cli.{cmd_name}")
+        alone = typer.Typer(add_completion=False, **_SETTINGS)
+        alone.command(cmd_name)(getattr(module, _COMMANDS[cmd_name]))
+        return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name="paceline",
+    cls=_Commands,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **_SETTINGS,
     help=(
         "Paceline runs and serves language models, and shows where every millisecond goes.\n\n"
         "**Begin with** `paceline run smollm2-135m 'Why is the sky blue?'`"
@@ -41,12 +71,6 @@ app = typer.Typer(
         "- `PACELINE_ISA`: scalar, avx2, avx512, avx512bf16 or neon instead of the best"
     ),
 )
-app.command()(run.run)
-app.command()(chat.chat)
-app.command()(serve.serve)
-app.command()(info.info)
-app.command()(pull.pull)
-app.command(name="list")(list_command.list_models)
 
 
 def _show_version(is_wanted: bool) -> None:
