@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from paceline.backends.base import Backend
 from paceline.config import EngineConfig
@@ -47,8 +48,7 @@ class Tokenizer(Protocol):
     def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(Struct):
     """A request that has unfinished choices."""
 
     request: Request
