@@ -71,3 +71,6 @@ class Backend(Protocol):
 
     def write_blocks(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """Inverse of `read_blocks`."""
+
+    def close(self) -> None:
+        """Free weights, KV cache and threads. Idempotent; `load` may follow."""

@@ -286,6 +286,9 @@ class ReferenceBackend:
                 target[list(blocks)] = part.reshape(len(blocks), *target.shape[1:])
                 begin += size
 
+    def close(self) -> None:
+        self._source, self._dense, self.layers = {}, {}, {}
+
     def _blocks(self, array: F32) -> F32:
         """[num_slots, G, D] seen as [num_blocks, block_size, G, D]."""
         return array.reshape(self.kv.num_blocks, self.kv.block_size, *array.shape[1:])

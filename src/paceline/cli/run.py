@@ -75,6 +75,7 @@ def run(
         token_ids = loaded.encode_chat(messages)
     params = SamplingParams(**with_terminal_defaults(sampling, loaded.default_params))
     choice = answer(loaded, token_ids, params, is_shown=not as_json)
+    loaded.engine.stop()  # the measurement's buffer takes the place of the weights
     timings = measure(loaded, choice)
     if as_json:
         result = {

@@ -172,16 +172,21 @@ class Engine:
             self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Abort what is unfinished and end the thread; a running step is waited for. Idempotent."""
+        """Abort what is unfinished, end the thread, free the weights and the KV cache.
+
+        A running step is waited for; nothing is freed under one that outlasts the time. Idempotent.
+        """
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
         if self._thread is None:
             self._abort_all()
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.warning("the engine's step did not end within %.1f s", timeout_s)
+        else:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("the engine's step did not end within %.1f s", timeout_s)
+                return
+        self._backend.close()
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to run."""
