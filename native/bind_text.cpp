@@ -31,13 +31,13 @@ std::string_view utf8(nb::handle text) {
   return {data, static_cast<size_t>(size)};
 }
 
-// The ids of all words. They are copied first: a str must not be touched without the GIL.
+// The ids of all words. They are copied first, byte by byte: a str must not be touched without the GIL.
 nb::list encode_words(const BytePairs& pairs, const Words& words, bool whole) {
   std::string text;
   std::vector<size_t> ends;
   ends.reserve(words.size());
   for (const auto& [word, _] : words) {
-    text += utf8(word);
+    append_byte_level(utf8(word), text);
     ends.push_back(text.size());
   }
   std::vector<int32_t> ids;

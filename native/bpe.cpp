@@ -1,11 +1,11 @@
 #include "bpe.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <random>
 #include <stdexcept>
-#include <string>
 
 namespace paceline {
 namespace {
@@ -74,6 +74,27 @@ std::string_view StringArray::operator[](size_t i) const {
     throw std::invalid_argument("string offsets leave the file");
   }
   return {data + begin + 8, static_cast<size_t>(end - begin - 8)};
+}
+
+void append_byte_level(std::string_view bytes, std::string& text) {
+  static const auto codes = [] {
+    std::array<uint16_t, 256> made{};
+    uint16_t next = 0x100;  // for the bytes that print nothing, in order
+    for (int byte = 0; byte < 256; ++byte) {
+      const bool is_plain = (byte > 0x20 && byte < 0x7F) || (byte > 0xA0 && byte != 0xAD);
+      made[byte] = is_plain ? static_cast<uint16_t>(byte) : next++;
+    }
+    return made;
+  }();
+  for (const char byte : bytes) {
+    const uint16_t code = codes[static_cast<unsigned char>(byte)];
+    if (code < 0x80) {
+      text += static_cast<char>(code);
+    } else {
+      text += static_cast<char>(0xC0 | code >> 6);
+      text += static_cast<char>(0x80 | (code & 0x3F));
+    }
+  }
 }
 
 HashIndex::HashIndex(size_t count) : slots_(std::bit_ceil(count + count / 3 + 2), Slot{0, -1}) {}

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -15,6 +16,9 @@ struct StringArray {
   size_t count;
   std::string_view operator[](size_t i) const;  // throws std::invalid_argument where it leaves the data
 };
+
+// Appends the printable character that stands for each byte in a byte-level vocabulary (GPT-2), as UTF-8.
+void append_byte_level(std::string_view bytes, std::string& text);
 
 // Indices of keys by their hash, open addressing. The keys lie elsewhere: `is_key(index)` compares.
 class HashIndex {

@@ -17,16 +17,19 @@ from hypothesis import strategies as st
 
 from paceline import _native
 from paceline.errors import TokenizerError
+from paceline.text.bpe import BYTE_OF_CHAR
 from paceline.text.tokenizer import build_tokenizer
 from paceline.text.vocabulary import longest, string_array
 from paceline.weights.gguf import StringArray
 from tests.tokenizers import bpe_data
 
-CHARS = "abĠéł日😀"  # of one to four bytes, the last two beyond a byte-level alphabet
-PIECE = st.text(CHARS, min_size=1, max_size=3)
-TOKENS = st.lists(st.sampled_from([*CHARS, ""]) | PIECE, min_size=1, max_size=30)
+CHARS = "ab é日"  # one to three bytes each, some of them not printable
+CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+ALPHABET = [CHAR_OF_BYTE[byte] for byte in sorted(set(CHARS.encode()))]
+PIECE = st.text(ALPHABET, min_size=1, max_size=3)
+TOKENS = st.lists(st.sampled_from([*ALPHABET, "", "日"]) | PIECE, min_size=1, max_size=30)
 MERGES = st.lists(
-    st.builds("{} {}".format, PIECE, PIECE) | st.text(CHARS + " ", max_size=5), max_size=30
+    st.builds("{} {}".format, PIECE, PIECE) | st.text([*ALPHABET, " "], max_size=5), max_size=30
 )
 
 
@@ -44,7 +47,7 @@ def defined(word: str, tokens: Sequence[str], merges: Sequence[str]) -> list[int
     """Return the ids of a word by the definition: the lowest rank, leftmost, again and again."""
     ids = {text: i for i, text in enumerate(tokens)}
     ranks = {merge: rank for rank, merge in enumerate(merges)}
-    parts = list(word)
+    parts = [CHAR_OF_BYTE[byte] for byte in word.encode()]
     while True:
         pairs = [f"{left} {right}" for left, right in itertools.pairwise(parts)]
         if not (found := [(ranks[pair], i) for i, pair in enumerate(pairs) if pair in ranks]):
@@ -87,8 +90,14 @@ def test_of_equal_merges_the_last_rank_counts() -> None:
     assert ids_of(byte_pairs(tokens, ["a b", "b c", "a b"]), "abc") == [0, 4]
 
 
+def test_every_byte_has_its_character() -> None:
+    pairs = byte_pairs([CHAR_OF_BYTE[byte] for byte in range(256)], ["a b"])
+    text = "".join(map(chr, range(0x80))) + "\x80\xad\xff\u07ff\uffff\U0010ffff日😀"
+    assert ids_of(pairs, text) == list(text.encode())
+
+
 def test_bytes_that_are_no_text_match_nothing() -> None:
-    strings = [b"a", b"\xc1\xa1", b"\xff", b"\xf0\x9f", b"b", b"ab"]  # the second: "a" written long
+    strings = [b"a", b"\xc1\xa1", b"\xff", b"\xc3", b"b", b"ab"]  # the second: "a" written long
     data = b"".join(len(text).to_bytes(8, "little") + text for text in strings)
     offsets = np.cumsum([0, *(8 + len(text) for text in strings)], dtype=np.int64)
     merges = string_array(["a b"])

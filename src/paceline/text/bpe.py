@@ -14,7 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 from paceline import _native
 from paceline.errors import TokenizerError
 from paceline.text.literals import Literals
-from paceline.text.pretokenizers import GPT2, pre_tokenizer
+from paceline.text.pretokenizers import pre_tokenizer
 from paceline.text.vocabulary import Vocabulary, string_array
 from paceline.weights.checkpoint import GGUFTokenizerData
 from paceline.weights.gguf import StringArray
@@ -98,14 +98,7 @@ def _byte_pairs(tokens: StringArray, merges: StringArray) -> _native.BytePairs:
 
 
 def _pre_tokenizer_of(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    """Cut by each pattern in turn, then write bytes as characters."""
-    *first, last = patterns
-    steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in first
-    ]
-    if last == GPT2:  # compiled into the library
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
-    else:
-        steps.append(pre_tokenizers.Split(Regex(last), "isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    return pre_tokenizers.Sequence(steps)
+    """Cut by each pattern in turn."""
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    )
