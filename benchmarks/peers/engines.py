@@ -26,6 +26,7 @@ class EngineSpec:
     package: str
     weights_factor: float  # memory beside the file's own pages, in sizes of the weights
     bytes_per_parameter: float = 0.0
+    formats: frozenset[str] | None = None  # of weights that it can read; None: all that we do
     kinds: frozenset[str] = frozenset({"prefill", "decode", "server", "burst", "start"})
     options: Mapping[str, Options] = field(default_factory=dict)  # by kind of cell
 
@@ -77,6 +78,7 @@ ENGINES = (
         module="engine_openvino",
         package="openvino-genai",
         weights_factor=3.0,  # the graph's own copy, and room to build it
+        formats=frozenset({"f32", "f16", "bf16", "q4_0", "q4_1", "q4_k", "q6_k", "q8_0"}),
         options={
             "prefill": _OPENVINO | {"max_num_batched_tokens": (512, 8192)},
             "decode": _OPENVINO,

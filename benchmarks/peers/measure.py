@@ -25,7 +25,7 @@ _TEXT = (
     "played near small boats under bright summer light before winter came with snow over quiet "
     "fields and every road led slowly back to town through green hills full of sheep and birds"
 )
-_WORDS = tuple(filter(None, _TEXT.split(" ")))
+_WORDS = tuple(_TEXT.split())
 _NUM_TRIAL = 8  # requests by which server configurations are compared
 _NUM_ALONE = 3  # requests that tell whether the limits can be met at all
 _SETTLED = 1.2  # factor by which later rounds widen their search from the rate before
@@ -38,16 +38,17 @@ class Session:
     """A model under test, and how its engines are run."""
 
     path: Path
+    max_context: int
     tokenizer: Tokenizer
     num_threads: int
     rounds: int
     is_quick: bool
     pythons: Mapping[str, str]  # by engine
-    models: Mapping[str, str]  # other files of the same model, by engine
+    copies: Mapping[str, str]  # another file of the same model, by engine
     rates: dict[str, float] = field(default_factory=dict)  # the last one found, by engine
 
     def model_for(self, spec: EngineSpec) -> str:
-        return self.models.get(spec.name, str(self.path))
+        return self.copies.get(spec.name, str(self.path))
 
     def words(self, rng: random.Random, num_tokens: int) -> list[int]:
         """Return a prompt of `num_tokens` tokens that no other call returns."""

@@ -71,7 +71,11 @@ class Worker(EngineProcess):
             [python, script, module, model, json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        self._answer(_START_TIMEOUT_S)
+        try:
+            self._answer(_START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, op: str, **arguments: Any) -> float:
         """Return the seconds that the worker measured."""
@@ -85,7 +89,6 @@ class Worker(EngineProcess):
     def _answer(self, timeout_s: float) -> float:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self.close()
             raise EngineError(f"no answer within {timeout_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
@@ -102,12 +105,18 @@ class Server(EngineProcess):
     def __init__(self, command: Sequence[str], port: int) -> None:
         super().__init__(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self.port = port
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_ready(self) -> None:
         end = time.monotonic() + _START_TIMEOUT_S
         while not self._is_ready():
             if self._process.poll() is not None:
                 raise EngineError(f"the server ended: {self._last_words()}")
             if time.monotonic() > end:
-                self.close()
                 raise EngineError(f"the server was not ready within {_START_TIMEOUT_S:.0f} s")
             time.sleep(0.1)
 

@@ -31,6 +31,7 @@ from engines import ENGINES, EngineSpec, installed_version, num_parameters
 from figures import Row, configurations, rows, table
 from floors import Ceilings, model_costs
 from measure import Session
+from q8_copy import unreadable_formats, write_q8_copy
 from rounds import Bench, progress, run_cell
 
 from paceline.catalog import resolve
@@ -48,7 +49,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", nargs="+", default=_MODELS, help="GGUF files or catalogue names")
+    add(
+        "--models",
+        nargs="+",
+        default=_MODELS,
+        metavar="MODEL",
+        help=f"GGUF files, or catalogue names, pulled if need be; default: {' '.join(_MODELS)}",
+    )
     add("--cells", nargs="+", choices=[c.name for c in CELLS], help="default: all that fit")
     add("--engines", nargs="+", choices=[e.name for e in ENGINES], help="default: all")
     add("--threads", type=int, help="of every engine; default: as Paceline chooses")
@@ -66,13 +73,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="the Python that has an engine; default: this one",
     )
     add(
-        "--model-for",
-        action="append",
-        default=[],
-        metavar="ENGINE=PATH",
-        help="another file of the model for an engine that cannot read it",
-    )
-    add(
         "--json",
         nargs="?",
         const="-",
@@ -80,23 +80,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="write the rows as JSON, to stdout without FILE (the table is then not printed)",
     )
     args = parser.parse_args(arguments)
-    for name in ("python", "model_for"):
-        setattr(args, name, _by_engine(parser, name, getattr(args, name)))
-    if args.rounds < 1:
-        parser.error(f"--rounds is {args.rounds}: it must be at least 1")
-    return args  # fmt: skip
-
-
-def _by_engine(parser: argparse.ArgumentParser, name: str, given: list[str]) -> dict[str, str]:
+    for name in ("rounds", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}: it must be at least 1")
     known = [spec.name for spec in ENGINES]
-    pairs = {}
-    for text in given:
-        engine, _, value = text.partition("=")
-        if engine not in known or not value:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} {text}: write ENGINE=PATH, ENGINE one of {', '.join(known)}")
-        pairs[engine] = value
-    return pairs
+    pythons = dict.fromkeys(known, sys.executable)
+    for text in args.python:
+        engine, _, path = text.partition("=")
+        if engine not in known or not path:
+            parser.error(f"--python {text}: write ENGINE=PATH, ENGINE one of {', '.join(known)}")
+        pythons[engine] = path
+    args.python = pythons
+    return args  # fmt: skip
 
 
 def find_engines(
@@ -116,38 +111,53 @@ def find_engines(
     return specs, versions, absent
 
 
-def run_model(
-    name: str, args: argparse.Namespace, specs: Sequence[EngineSpec], cells: Sequence[Cell],
-    peak: Path | None,
-) -> tuple[list[Row], list[Ceilings]]:  # fmt: skip
-    """Return the rows of one model, and the ceilings that were measured on the way."""
+def prepare(
+    name: str, args: argparse.Namespace, specs: Sequence[EngineSpec], *, peak: Path | None,
+    folder: Path,
+) -> Bench:  # fmt: skip
+    """Return what the cells of a model need. Copies for engines that cannot read it are written."""
     path = resolve(name)
     checkpoint = open_checkpoint(path)
+    copies: dict[str, str] = {}
+    for spec in specs:
+        if spec.formats is None or not unreadable_formats(checkpoint, spec.formats):
+            continue
+        copy = folder / f"{path.stem}.q8_0.gguf"
+        if not copy.exists():
+            progress(f"{path.name}: writing a Q8_0 copy for {spec.name}")
+            write_q8_copy(path, copy)
+        copies[spec.name] = str(copy)
     session = Session(
         path=path,
+        max_context=checkpoint.config.max_context,
         tokenizer=build_tokenizer(checkpoint.tokenizer),
         num_threads=args.threads,
         rounds=args.rounds,
         is_quick=args.quick,
         pythons=args.python,
-        models=args.model_for,
+        copies=copies,
     )
-    bench = Bench(
+    return Bench(
         session=session,
         costs=model_costs(checkpoint),
         num_parameters=num_parameters(checkpoint),
         peak=peak,
     )
+
+
+def run_model(bench: Bench, specs: Sequence[EngineSpec], cells: Sequence[Cell]) -> list[Row]:
+    """Return the rows of one model, from the cells that its context allows."""
+    session = bench.session
+    name = display_name(str(session.path))
     found: list[Row] = []
-    shown = display_name(str(path))
     for wanted in cells:
-        cell = fit(wanted, max_context=checkpoint.config.max_context, rounds=args.rounds)
+        cell = fit(wanted, max_context=session.max_context, rounds=session.rounds)
         if cell is None:
-            progress(f"{shown}, {wanted.name}: the model's context is too short")
+            progress(f"{name}, {wanted.name}: the model's context is too short")
             continue
-        progress(f"{shown}, {cell.name}")
-        found += rows(cell, shown, run_cell(bench, cell, specs))
-    return found, bench.ceilings
+        progress(f"{name}, {cell.name}")
+        found += rows(cell, name, run_cell(bench, cell, specs))
+    return found
 
 
 def ceilings_summary(measured: Sequence[Ceilings]) -> dict[str, Any]:
@@ -177,49 +187,74 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run what the arguments ask for; return the report."""
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    """Run what the arguments ask for; return the report without its rows, and the rows."""
     args.threads = args.threads or resolve_num_threads(None)[0]
     args.rounds = 1 if args.quick else args.rounds
-    args.python = {spec.name: args.python.get(spec.name, sys.executable) for spec in ENGINES}
     names = args.cells or (QUICK if args.quick else [cell.name for cell in CELLS])
+    cells = [cell for cell in CELLS if cell.name in names]
     specs, versions, absent = find_engines(args.engines, args.python)
     for engine in absent:
         progress(f"{engine} is not installed in {args.python[engine]}: left out")
-    report: dict[str, Any] = {
-        "commit": commit(), "machine": machine(), "isa": chosen_isa(), "threads": args.threads,
-        "rounds": args.rounds, "engines": versions, "absent": absent,
-    }  # fmt: skip
-    all_rows: list[Row] = []
-    measured: list[Ceilings] = []
-    with tempfile.TemporaryDirectory() as folder:
+    isa = chosen_isa()
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        peak: Path | None = None
         try:
-            peak = compile_peak(chosen_isa(), Path(folder))
+            peak = compile_peak(isa, folder)
         except PacelineError as error:
             progress(f"no shares: {error}")
-            peak = None
-        for name in args.models:
-            cells = [cell for cell in CELLS if cell.name in names]
-            found, ceilings = run_model(name, args, specs, cells, peak)
-            all_rows += found
-            measured += ceilings
-    report["ceilings"] = ceilings_summary(measured)
-    report["rows"] = [dataclasses.asdict(row) for row in all_rows]
-    engines = [spec.name for spec in specs]
-    report["table"] = f"{table(all_rows, engines)}\n{configurations(all_rows)}"
-    return report
+        benches = [
+            prepare(name, args, specs, peak=peak, folder=folder) for name in args.models
+        ]  # fmt: skip
+        found = [row for bench in benches for row in run_model(bench, specs, cells)]
+    measured = [ceilings for bench in benches for ceilings in bench.ceilings]
+    report = {
+        "commit": commit(), "machine": machine(), "isa": isa, "threads": args.threads,
+        "rounds": args.rounds, "engines": versions, "absent": absent,
+        "q8_0_copies": {bench.session.path.name: [*bench.session.copies] for bench in benches},
+        "ceilings": ceilings_summary(measured),
+    }  # fmt: skip
+    return report, found
+
+
+def summary(report: dict[str, Any], found: Sequence[Row]) -> str:
+    """Return what is printed: machine, table, configurations, ceilings."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["engines"].items())
+    lines = [
+        f"{report['machine']}, {report['threads']} threads, ISA {report['isa']}, commit "
+        f"{report['commit']}, {report['rounds']} rounds; {versions}",
+        *(f"{name}: not installed" for name in report["absent"]),
+        "",
+        table(found, list(report["engines"])),
+        configurations(found),
+        *(
+            f"- {', '.join(engines)}: a Q8_0 copy of {model}"
+            for model, engines in report["q8_0_copies"].items()
+            if engines
+        ),
+        *(
+            f"- ceiling {name}: {value['median']:.1f} ({value['spread'][0]:.1f}–"
+            f"{value['spread'][1]:.1f})"
+            for name, value in report["ceilings"].items()
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
     args = parse_arguments()
-    report = run(args)
-    text = report.pop("table")
+    try:
+        report, found = run(args)
+    except PacelineError as error:
+        sys.exit(f"error: {error}")
+    text = json.dumps({**report, "rows": [dataclasses.asdict(row) for row in found]}, indent=1)
     if args.json == "-":
-        print(json.dumps(report, indent=1))
+        print(text)
         return
-    print(text)
+    print(summary(report, found))
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        Path(args.json).write_text(text + "\n")
 
 
 if __name__ == "__main__":
