@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from floors import Ceilings
@@ -12,6 +13,7 @@ from floors import Ceilings
 from paceline.errors import PacelineError
 from paceline.measure.bandwidth import read_bandwidth
 
+_BUSY_S = 0.2
 _SOURCE = Path(__file__).parent.parent / "kernels" / "peak.cpp"
 # The compiler's target for each ISA that Paceline may be held to: no wider peak than it could use.
 _TARGETS = {
@@ -66,6 +68,30 @@ def parse_ceilings(text: str, read_bytes_s: float) -> Ceilings:
         f32_macs_s=peak["f32_gmac_s"] * 1e9,
         read_bytes_s=max(read_bytes_s, peak["gb_s"] * 1e9),
     )
+
+
+def busy_cores(before: str, after: str) -> float:
+    """Return how many cores were busy on average between two readings of /proc/stat.
+
+    Asked while all engines are stopped, it tells whether others use the machine.
+    """
+    first, last = (_ticks(text) for text in (before, after))
+    total = sum(last) - sum(first)
+    num_idle = sum(last[3:5]) - sum(first[3:5])  # idle, and waiting for a disk
+    num_cores = sum(line.startswith("cpu") for line in after.splitlines()) - 1
+    return num_cores * (1 - num_idle / total) if total > 0 else 0.0
+
+
+def _ticks(stat: str) -> list[int]:
+    return [int(field) for field in stat.splitlines()[0].split()[1:9]]
+
+
+def read_busy_cores() -> float:
+    """Return `busy_cores` over a fifth of a second from now."""
+    path = Path("/proc/stat")
+    before = path.read_text()
+    time.sleep(_BUSY_S)
+    return busy_cores(before, path.read_text())
 
 
 def chosen_isa() -> str:

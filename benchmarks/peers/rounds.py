@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ceilings import measure_ceilings
+from ceilings import measure_ceilings, read_busy_cores
 from cells import Cell, trial
 from engines import EngineSpec, Options
 from figures import Outcome, Sample
@@ -31,6 +31,7 @@ class Bench:
     num_parameters: int
     peak: Path | None  # the program of ceilings.py
     ceilings: list[Ceilings] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)  # cores that others kept busy, a round each
     scores: dict[object, float] = field(default_factory=dict)  # of the configurations tried
 
 
@@ -176,7 +177,8 @@ def cell_floor_s(costs: ModelCosts, cell: Cell, ceilings: Ceilings, *, num_befor
 def run_cell(bench: Bench, cell: Cell, specs: Sequence[EngineSpec]) -> Mapping[str, Outcome]:
     """Return what each engine did in `bench.session.rounds` rounds of turns.
 
-    The ceilings are measured at the start of every round; who comes first rotates.
+    Every round begins with how quiet the machine is and what its ceilings are; who comes first
+    rotates.
     """
     contenders = [Contender(bench=bench, spec=spec, cell=cell) for spec in specs]
     for contender in contenders:
@@ -186,6 +188,7 @@ def run_cell(bench: Bench, cell: Cell, specs: Sequence[EngineSpec]) -> Mapping[s
             for contender in contenders:
                 contender.open()
         for round_idx in range(bench.session.rounds):
+            bench.busy.append(read_busy_cores())
             ceilings = _read_ceilings(bench, cell)
             first = round_idx % len(contenders)
             for contender in contenders[first:] + contenders[:first]:

@@ -41,6 +41,7 @@ from paceline.errors import PacelineError
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import open_checkpoint
 
+_QUIET_CORES = 0.1  # what others may use before the output says so
 _MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 
 
@@ -167,11 +168,14 @@ def ceilings_summary(measured: Sequence[Ceilings]) -> dict[str, Any]:
         values = [getattr(c, field.name) for c in measured]
         if values and None not in values:
             name = field.name.replace("_macs_s", "_gmac_s").replace("_bytes_s", "_gb_s")
-            scaled = [value / 1e9 for value in values]
-            summary[name] = {
-                "median": statistics.median(scaled), "spread": [min(scaled), max(scaled)],
-            }  # fmt: skip
+            summary[name] = _median_and_spread([value / 1e9 for value in values])
     return summary
+
+
+def _median_and_spread(values: Sequence[float]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {"median": statistics.median(values), "spread": [min(values), max(values)]}
 
 
 def machine() -> str:
@@ -214,6 +218,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
         "rounds": args.rounds, "engines": versions, "absent": absent,
         "q8_0_copies": {bench.session.path.name: [*bench.session.copies] for bench in benches},
         "ceilings": ceilings_summary(measured),
+        "busy_cores": _median_and_spread([busy for bench in benches for busy in bench.busy]),
     }  # fmt: skip
     return report, found
 
@@ -239,6 +244,12 @@ def summary(report: dict[str, Any], found: Sequence[Row]) -> str:
             for name, value in report["ceilings"].items()
         ),
     ]
+    busy = report["busy_cores"]
+    if busy and busy["spread"][1] > _QUIET_CORES:
+        lines.append(
+            f"- not quiet: others kept {busy['median']:.1f} ({busy['spread'][0]:.1f}–"
+            f"{busy['spread'][1]:.1f}) cores busy"
+        )
     return "\n".join(lines)
 
 

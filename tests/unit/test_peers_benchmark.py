@@ -168,6 +168,14 @@ def test_the_faster_reading_of_the_bandwidth_is_the_ceiling():
     assert ceilings.parse_ceilings(text, 4e9).read_bytes_s == 4e9
 
 
+def test_busy_cores_are_the_time_that_was_not_idle():
+    # user nice system idle iowait irq softirq steal
+    before = "cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2\ncpu1 1 2\nintr 5\n"
+    after = "cpu  140 0 60 830 60 0 10 0 0 0\ncpu0 1 2\ncpu1 1 2\nintr 6\n"
+    assert ceilings.busy_cores(before, after) == pytest.approx(2 * 60 / 100)
+    assert ceilings.busy_cores(before, before) == 0.0
+
+
 # ---- rows ----
 
 
