@@ -17,6 +17,7 @@ TTFT_LIMIT_S = 0.5
 TPOT_LIMIT_S = 0.05
 _RESOLUTION = 1.1  # the search for a rate ends when its bounds are this close
 _MIN_RATE = 0.05
+_TIMEOUT_S = 3600.0  # of one request
 _NUM_BEFORE_LONG = 16  # tokens of each stream before the long prompt arrives
 _LONG_STREAM = 1000  # tokens that a stream beside a long prompt may take
 
@@ -56,10 +57,17 @@ class Client:
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         result = arrivals or Arrivals(0.0)
+        async with asyncio.timeout(_TIMEOUT_S):
+            await self._send(head.encode() + body, result)
+        if not result.stamps:
+            raise RuntimeError("the server sent no token")
+        return result
+
+    async def _send(self, request: bytes, result: Arrivals) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             result.sent_s = time.perf_counter()
-            writer.write(head.encode() + body)
+            writer.write(request)
             status = await reader.readline()
             if b" 200 " not in status:
                 raise RuntimeError(f"the server answered {status!r}: {await reader.read(2000)!r}")
@@ -68,9 +76,6 @@ class Client:
                     result.stamps.append(time.perf_counter())
         finally:
             writer.close()
-        if not result.stamps:
-            raise RuntimeError("the server sent no token")
-        return result
 
     def settle(self, prompt: Sequence[int]) -> None:
         """Return when the server has time for a request again."""
@@ -195,6 +200,10 @@ async def _beside(
     ]
     while min(len(arrivals.stamps) for arrivals in running) < _NUM_BEFORE_LONG:
         await asyncio.sleep(0.005)
+        for task in tasks:
+            if task.done():
+                task.result()  # raises what failed
+                raise RuntimeError("a stream ended before the long prompt arrived")
     long = await client.complete(late, 1)
     if any(task.done() for task in tasks):
         raise RuntimeError("a stream ended before the long prompt had its first token")

@@ -111,6 +111,7 @@ class Contender:
         try:
             action()
         except EngineError as error:
+            self.close()
             self.outcome.note = str(error)
             progress(f"    {self.spec.name}: {error}")
 

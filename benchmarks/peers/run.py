@@ -21,10 +21,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from arguments import parse_arguments
 from ceilings import chosen_isa, compile_peak
 from cells import CELLS, QUICK, Cell, fit
 from engines import ENGINES, EngineSpec, installed_version, num_parameters
@@ -42,57 +43,6 @@ from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import open_checkpoint
 
 _QUIET_CORES = 0.1  # what others may use before the output says so
-_MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--models",
-        nargs="+",
-        default=_MODELS,
-        metavar="MODEL",
-        help=f"GGUF files, or catalogue names, pulled if need be; default: {' '.join(_MODELS)}",
-    )
-    add("--cells", nargs="+", choices=[c.name for c in CELLS], help="default: all that fit")
-    add("--engines", nargs="+", choices=[e.name for e in ENGINES], help="default: all")
-    add("--threads", type=int, help="of every engine; default: as Paceline chooses")
-    add("--rounds", type=int, default=5, help="turns of each engine in a cell (5)")
-    add(
-        "--quick",
-        action="store_true",
-        help=f"one round, no search for the best configurations; cells: {' '.join(QUICK)}",
-    )
-    add(
-        "--python",
-        action="append",
-        default=[],
-        metavar="ENGINE=PATH",
-        help="the Python that has an engine; default: this one",
-    )
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the rows as JSON, to stdout without FILE (the table is then not printed)",
-    )
-    args = parser.parse_args(arguments)
-    for name in ("rounds", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}: it must be at least 1")
-    known = [spec.name for spec in ENGINES]
-    pythons = dict.fromkeys(known, sys.executable)
-    for text in args.python:
-        engine, _, path = text.partition("=")
-        if engine not in known or not path:
-            parser.error(f"--python {text}: write ENGINE=PATH, ENGINE one of {', '.join(known)}")
-        pythons[engine] = path
-    args.python = pythons
-    return args  # fmt: skip
 
 
 def find_engines(
@@ -146,19 +96,19 @@ def prepare(
     )
 
 
-def run_model(bench: Bench, specs: Sequence[EngineSpec], cells: Sequence[Cell]) -> list[Row]:
-    """Return the rows of one model, from the cells that its context allows."""
+def run_model(
+    bench: Bench, specs: Sequence[EngineSpec], cells: Sequence[Cell]
+) -> Iterator[list[Row]]:
+    """Yield the rows of each cell that the model's context allows."""
     session = bench.session
     name = display_name(str(session.path))
-    found: list[Row] = []
     for wanted in cells:
         cell = fit(wanted, max_context=session.max_context, rounds=session.rounds)
         if cell is None:
             progress(f"{name}, {wanted.name}: the model's context is too short")
             continue
         progress(f"{name}, {cell.name}")
-        found += rows(cell, name, run_cell(bench, cell, specs))
-    return found
+        yield rows(cell, name, run_cell(bench, cell, specs))
 
 
 def ceilings_summary(measured: Sequence[Ceilings]) -> dict[str, Any]:
@@ -191,8 +141,8 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
-    """Run what the arguments ask for; return the report without its rows, and the rows."""
+def run(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    """Run what the arguments ask for; yield (report but for its rows, rows so far), a cell each."""
     args.threads = args.threads or resolve_num_threads(None)[0]
     args.rounds = 1 if args.quick else args.rounds
     names = args.cells or (QUICK if args.quick else [cell.name for cell in CELLS])
@@ -211,16 +161,24 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
         benches = [
             prepare(name, args, specs, peak=peak, folder=folder) for name in args.models
         ]  # fmt: skip
-        found = [row for bench in benches for row in run_model(bench, specs, cells)]
-    measured = [ceilings for bench in benches for ceilings in bench.ceilings]
-    report = {
-        "commit": commit(), "machine": machine(), "isa": isa, "threads": args.threads,
-        "rounds": args.rounds, "engines": versions, "absent": absent,
-        "q8_0_copies": {bench.session.path.name: [*bench.session.copies] for bench in benches},
-        "ceilings": ceilings_summary(measured),
+        about = {
+            "commit": commit(), "machine": machine(), "isa": isa, "threads": args.threads,
+            "rounds": args.rounds, "engines": versions, "absent": absent,
+            "q8_0_copies": {bench.session.path.name: [*bench.session.copies] for bench in benches},
+        }  # fmt: skip
+        found: list[Row] = []
+        for bench in benches:
+            for cell_rows in run_model(bench, specs, cells):
+                found += cell_rows
+                yield about | conditions(benches), found
+
+
+def conditions(benches: Sequence[Bench]) -> dict[str, Any]:
+    """Return what the machine was like: its ceilings, and the cores that others kept busy."""
+    return {
+        "ceilings": ceilings_summary([c for bench in benches for c in bench.ceilings]),
         "busy_cores": _median_and_spread([busy for bench in benches for busy in bench.busy]),
-    }  # fmt: skip
-    return report, found
+    }
 
 
 def summary(report: dict[str, Any], found: Sequence[Row]) -> str:
@@ -254,18 +212,17 @@ def summary(report: dict[str, Any], found: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments(__doc__)
+    text = shown = ""
     try:
-        report, found = run(args)
+        for report, found in run(args):
+            result = {**report, "rows": [dataclasses.asdict(row) for row in found]}
+            text, shown = json.dumps(result, indent=1), summary(report, found)
+            if args.json not in (None, "-"):
+                Path(args.json).write_text(text + "\n")
     except PacelineError as error:
         sys.exit(f"error: {error}")
-    text = json.dumps({**report, "rows": [dataclasses.asdict(row) for row in found]}, indent=1)
-    if args.json == "-":
-        print(text)
-        return
-    print(summary(report, found))
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+    print(text if args.json == "-" else shown)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import ceilings  # noqa: E402
 import load  # noqa: E402
 import q8_copy  # noqa: E402
 import run  # noqa: E402
+from arguments import parse_arguments  # noqa: E402
 from cells import CELLS, Cell, Figure, fit, trial  # noqa: E402
 from engines import ENGINES  # noqa: E402
 from figures import Outcome, Sample, advantage, configurations, rows, table  # noqa: E402
@@ -295,7 +296,7 @@ def test_a_missing_peer_is_named():
 
 def test_a_python_for_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        run.parse_arguments(["--python", "vllm=/usr/bin/python"])
+        parse_arguments("", ["--python", "vllm=/usr/bin/python"])
     assert "vllm" in capsys.readouterr().err
 
 
