@@ -56,6 +56,10 @@ class Stepper:
             with self._changed:
                 while not (self._waiting or self._running):
                     self._changed.wait()
+                for stream in self._waiting:
+                    if stream.is_cancelled:
+                        self._send(stream, None)
+                self._waiting = [s for s in self._waiting if not s.is_cancelled]
                 num_free = self._max_streams - len(self._running)
                 joining, self._waiting = self._waiting[:num_free], self._waiting[num_free:]
             for stream in joining:
