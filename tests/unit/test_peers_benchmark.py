@@ -393,7 +393,7 @@ def test_a_step_engine_is_served_over_http(scripted: str):
         assert load.passes_at(client, 4.0, prompts, num_tokens=12, seed=0)
         assert load.throughput(client, prompts, 4) > 0.5
         gap_s, ttft_s = load.long_prompt_beside(client, prompts[:1], prompts[1])
-        assert 0.05 <= gap_s < 2
+        assert 0.02 <= gap_s < 2  # 50 ms, less what a stamp before it was late
         assert 0.05 <= ttft_s < 2
 
 
