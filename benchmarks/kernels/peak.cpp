@@ -83,7 +83,7 @@ struct Bf16 {
 template <class Op>
 static double gmac_s(int num_threads) {
   constexpr long kLoops = 2000000, kChains = 8;  // enough chains for two units of latency 4
-  const double seconds = best_of(5, num_threads, [](int) {
+  const double seconds = best_of(30, num_threads, [](int) {
     typename Op::Operand a0{}, a1{}, b0{}, b1{}, b2{}, b3{};
     typename Op::Sum c0{}, c1{}, c2{}, c3{}, c4{}, c5{}, c6{}, c7{};
     for (long i = 0; i < kLoops; i++) {
