@@ -61,6 +61,19 @@ bool is_behind(const BytePairs::Candidate& a, const BytePairs::Candidate& b) {
   return a.rank != b.rank ? a.rank > b.rank : a.left > b.left;
 }
 
+// Indexes the strings by `hash`. Their slots lie all over memory: they are fetched some strings ahead.
+template <class Hash>
+void put_all(const StringArray& strings, Hash hash, HashIndex& index) {
+  std::array<uint32_t, 32> hashes;
+  for (size_t begin = 0; begin < strings.count; begin += hashes.size()) {
+    const size_t end = std::min(begin + hashes.size(), strings.count);
+    for (size_t i = begin; i < end; ++i) index.prefetch(hashes[i - begin] = hash(strings[i]));
+    for (size_t i = begin; i < end; ++i) {
+      index.put(hashes[i - begin], static_cast<int32_t>(i), [&](int32_t j) { return strings[j] == strings[i]; });
+    }
+  }
+}
+
 size_t checked(size_t count) {
   if (count > kMaxStrings) throw std::invalid_argument("more than " + std::to_string(kMaxStrings) + " strings");
   return count;
@@ -101,18 +114,13 @@ HashIndex::HashIndex(size_t count) : slots_(std::bit_ceil(count + count / 3 + 2)
 
 BytePairs::BytePairs(const StringArray& tokens, const StringArray& merges)
     : tokens_(tokens), merges_(merges), ids_(checked(tokens.count)), ranks_(checked(merges.count)) {
-  for (size_t i = 0; i < tokens.count; ++i) {
-    const std::string_view text = tokens[i];
-    ids_.put(static_cast<uint32_t>(hash_of(text)), static_cast<int32_t>(i),
-             [&](int32_t j) { return tokens_[j] == text; });
-  }
-  for (size_t i = 0; i < merges.count; ++i) {
-    const std::string_view text = merges[i];
-    const size_t space = text.find(' ');
-    if (space == text.npos) continue;  // it joins nothing
-    const uint32_t hash = pair_hash(hash_of(text.substr(0, space)), hash_of(text.substr(space + 1)));
-    ranks_.put(hash, static_cast<int32_t>(i), [&](int32_t j) { return merges_[j] == text; });
-  }
+  put_all(
+      tokens, [](std::string_view text) { return static_cast<uint32_t>(hash_of(text)); }, ids_);
+  const auto hash_of_merge = [](std::string_view text) {  // one without a space is never asked for
+    const size_t space = std::min(text.find(' '), text.size());
+    return pair_hash(hash_of(text.substr(0, space)), hash_of(text.substr(std::min(space + 1, text.size()))));
+  };
+  put_all(merges, hash_of_merge, ranks_);
 }
 
 int32_t BytePairs::find_token(std::string_view text, uint64_t hash) const {

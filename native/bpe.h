@@ -24,6 +24,7 @@ void append_byte_level(std::string_view bytes, std::string& text);
 class HashIndex {
  public:
   explicit HashIndex(size_t count);  // of keys, at most
+  void prefetch(uint32_t hash) const { __builtin_prefetch(&slots_[hash & (slots_.size() - 1)], 1); }
   template <class IsKey>
   void put(uint32_t hash, int32_t index, IsKey is_key) {  // takes the place of an equal key
     slots_[find_slot(hash, is_key)] = {hash, index};
