@@ -23,7 +23,7 @@ from paceline.text.vocabulary import longest, string_array
 from paceline.weights.gguf import StringArray
 from tests.tokenizers import bpe_data
 
-CHARS = "ab é日"  # one to three bytes each, some of them not printable
+CHARS = "a é"  # few, so that random merges apply; one or two bytes each, some not printable
 CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 ALPHABET = [CHAR_OF_BYTE[byte] for byte in sorted(set(CHARS.encode()))]
 PIECE = st.text(ALPHABET, min_size=1, max_size=3)
@@ -73,6 +73,11 @@ def test_texts_that_only_merges_have_join_further_and_leave_no_id() -> None:
     for word in ("ab", "abc", "abcd", "abcde", "abcdef", letters, letters * 3):
         assert ids_of(pairs, word) == defined(word, tokens, merges), word
     assert ids_of(pairs, "ab", "abcd") == [26]
+
+
+def test_of_equal_pairs_the_leftmost_joins_first() -> None:
+    pairs = byte_pairs(["a", "aa", "aaaa"], ["a a", "aa aa"])
+    assert ids_of(pairs, "aaa", "a" * 7) == [1, 0, 2, 1, 0]
 
 
 def test_a_whole_word_that_is_a_token_is_not_merged() -> None:
