@@ -5,46 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.backends.base import Backend
 from paceline.config import EngineConfig
-from paceline.engine.block_pool import BlockPool, EngineIntegrityError
-from paceline.engine.checks import check_ids, check_length
-from paceline.engine.sampler import (
-    Sampler,
-    choice_seed,
-    describe_failure,
-    mix,
-    token_logprob,
-)
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.checks import check_books, check_ids, check_length
+from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
-from paceline.engine.sequence import Sequence, State, StreamDecoder
+from paceline.engine.sequence import Sequence, State
 from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
-from paceline.text.stream_decoder import StopMatcher
-from paceline.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from paceline.types import Delta, FinishReason, Request, TokenLogprob
 
 log = logging.getLogger(__name__)
 Sink = Callable[[Delta], None]
-
-
-class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]: ...
-
-    def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
-
-    def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
 
 
 @dataclass(slots=True)
@@ -79,13 +58,12 @@ class Engine:
         self.last_step = StepStats()
         self.max_model_len = max_model_len
         self._backend = backend
-        self._tokenizer = tokenizer
         self._config = config
         self._clock = clock
         self._num_pool_tokens = num_blocks * config.block_size
         self._vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._num_model_ids = vocab_size
-        self._eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
+        known_eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(
             policy=load_policy(config.policy),
@@ -96,7 +74,14 @@ class Engine:
         )
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
-        self._sampler = Sampler(self._vocab_size, sorted(self._eos_ids), tokenizer)
+        self._sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
+        self._maker = ChoiceMaker(
+            tokenizer=tokenizer,
+            sampler=self._sampler,
+            eos_ids=known_eos_ids,
+            seed=config.seed,
+            max_len=min(max_model_len, self._num_pool_tokens),
+        )
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_generated = 0
         self._wakeup = threading.Condition()  # guards all below
@@ -133,7 +118,12 @@ class Engine:
             request_number, first_number = self._num_requests, self._num_sequences
             self._num_sequences += request.params.n
         try:
-            sequences = self._sequences(request, request_number, first_number)
+            sequences = self._maker.choices(
+                request,
+                request_number=request_number,
+                first_number=first_number,
+                arrival_ns=request.arrival_ns or self._clock(),
+            )
             with self._wakeup:
                 self._require_open()
                 self._inbox.append(_Live(request, sink, sequences))
@@ -201,26 +191,13 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise EngineIntegrityError unless the books close. Call it between two steps."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        self._pool.check_integrity(seq.block_table for seq in running)
-        for seq in running:
-            num_blocks = len(seq.block_table)
-            if (
-                seq.state is not State.RUNNING
-                or num_blocks * self._config.block_size < seq.num_computed
-            ):
-                raise EngineIntegrityError(f"running sequence {seq.number} lacks state or blocks")
-        for seq in waiting:
-            if seq.state is not State.WAITING or seq.block_table or seq.num_computed:
-                raise EngineIntegrityError(f"waiting sequence {seq.number} holds blocks")
-        known = [seq for live in self._live.values() for seq in live.sequences]
-        queued = [child for seq in (*running, *waiting) for child in (seq, *seq.siblings)]
-        if {id(seq) for seq in known} != {id(seq) for seq in queued} or len(known) != len(queued):
-            raise EngineIntegrityError(
-                f"{len(known)} unfinished sequences, but {len(queued)} are running or waiting"
-            )
-        if len(running) > self._config.max_num_seqs:
-            raise EngineIntegrityError(f"{len(running)} sequences run at once")
+        check_books(
+            self._scheduler,
+            self._pool,
+            [seq for live in self._live.values() for seq in live.sequences],
+            block_size=self._config.block_size,
+            max_num_seqs=self._config.max_num_seqs,
+        )
 
     def _loop(self) -> None:
         while True:
@@ -395,47 +372,3 @@ class Engine:
         self._read_inbox()
         for request_id in list(self._live):
             self._abort(request_id)
-
-    def _ends(self, params: SamplingParams) -> dict[int, str | int | None]:
-        """Return the tokens that end a choice, each with its stop_reason."""
-        ends: dict[int, str | int | None] = {}
-        if not params.ignore_eos:
-            ends |= dict.fromkeys(self._eos_ids)
-        if params.skip_special_tokens:  # a hidden marker's text never reaches the stop matcher
-            special = self._tokenizer.special_tokens
-            ends |= {special[text]: text for text in params.stop if text in special}
-        return ends | {token_id: token_id for token_id in params.stop_token_ids}
-
-    def _sequences(self, request: Request, request_number: int, number: int) -> list[Sequence]:
-        """Return the choices of a request; the first computes the prompt for its siblings.
-
-        A request without a seed gets one from the engine's seed and the count of requests so far.
-        """
-        params, num_prompt = request.params, len(request.prompt_token_ids)
-        seed = mix(self._config.seed, request_number) if params.seed is None else params.seed
-        max_len = min(self.max_model_len, self._num_pool_tokens)
-        if params.max_tokens is not None:
-            max_len = min(max_len, num_prompt + params.max_tokens)
-        ends = self._ends(params)
-        arrival_ns = request.arrival_ns or self._clock()
-        choices = [
-            Sequence(
-                request=request,
-                index=index,
-                number=number + index,
-                token_ids=list(request.prompt_token_ids),
-                max_len=max_len,
-                sampler=self._sampler.state(
-                    params, choice_seed(seed, index), request.prompt_token_ids, ends
-                ),
-                decoder=self._tokenizer.stream_decoder(params.skip_special_tokens),
-                matcher=StopMatcher(params.stop, params.include_stop_str_in_output)
-                if params.stop
-                else None,
-                ends=ends,
-                arrival_ns=arrival_ns,
-            )
-            for index in range(params.n)
-        ]
-        choices[0].siblings = choices[1:]
-        return choices
