@@ -18,6 +18,7 @@ import uvicorn
 from paceline.config import EngineConfig
 from paceline.engine.build import LoadedModel, load_model
 from paceline.server.app import create_app
+from paceline.server.timekeeping import TimedProtocol
 from tests.tiny import TinyTokenizer, successor_model, write_gguf
 
 TOKENIZER = TinyTokenizer()
@@ -110,7 +111,7 @@ class LiveServer(HttpServer):
         self.engine = self.loaded.engine
         config = uvicorn.Config(
             create_app(self.loaded), host="127.0.0.1", port=0, log_config=None, lifespan="on",
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=1, http=TimedProtocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
 from paceline.engine.step import step_limits
 from paceline.errors import ParameterError, PromptTooLongError, TemplateError
+from paceline.measure.recorder import StepRecorder
+from paceline.measure.work import step_work
 from paceline.models.base import build_plan
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -42,6 +44,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     engine: Engine
+    recorder: StepRecorder | None  # None: no ledger is kept
     config: EngineConfig
     isa: str
     threads_reason: str
@@ -70,8 +73,16 @@ class LoadedModel:
             return [bos_id, *ids]
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's turn."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        on_rendered: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's turn.
+
+        `on_rendered` is called between the template's work and the tokenizer's.
+        """
         if self.template is None:
             raise TemplateError(
                 f"{self.name} has no chat template: use plain completions "
@@ -79,7 +90,7 @@ class LoadedModel:
                 param="messages",
             )
         self._check_fits(messages, param="messages")
-        return self.template.encode(list(messages), self.tokenizer)
+        return self.template.encode(list(messages), self.tokenizer, on_rendered=on_rendered)
 
     def _check_fits(self, texts: object, *, param: str) -> None:
         """Refuse a text that no tokenizer could fit into the context, before it is encoded."""
@@ -133,6 +144,8 @@ def load_model(
         )
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
+    work = step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype)
+    recorder = StepRecorder(work) if config.ledger else None
     engine = Engine(
         backend=backend,
         tokenizer=tokenizer,
@@ -141,6 +154,7 @@ def load_model(
         num_blocks=kv.num_blocks,
         vocab_size=checkpoint.config.vocab_size,
         eos_ids=checkpoint.generation.eos_ids,
+        recorder=recorder,
     )
     loaded = LoadedModel(
         name=display_name(model),
@@ -149,6 +163,7 @@ def load_model(
         tokenizer=tokenizer,
         template=template,
         engine=engine,
+        recorder=recorder,
         config=resolved,
         isa=str(getattr(backend, "isa", config.backend)),
         threads_reason=str(getattr(backend, "num_threads_reason", "it has one")),

@@ -19,6 +19,7 @@ from paceline.engine.sequence import Sequence, State
 from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
+from paceline.measure.recorder import NoRecorder, Recorder
 from paceline.policies.base import load_policy
 from paceline.types import Delta, FinishReason, Request, TokenLogprob
 
@@ -53,6 +54,7 @@ class Engine:
         num_blocks: int,
         vocab_size: int,
         eos_ids: tuple[int, ...],
+        recorder: Recorder | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.last_step = StepStats()
@@ -60,6 +62,7 @@ class Engine:
         self._backend = backend
         self._config = config
         self._clock = clock
+        self._recorder = recorder or NoRecorder()
         self._num_pool_tokens = num_blocks * config.block_size
         self._vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._num_model_ids = vocab_size
@@ -124,6 +127,9 @@ class Engine:
                 first_number=first_number,
                 arrival_ns=request.arrival_ns or self._clock(),
             )
+            now_ns = self._clock()
+            for seq in sequences:
+                seq.ledger = self._recorder.open(seq.arrival_ns, now_ns)
             with self._wakeup:
                 self._require_open()
                 self._inbox.append(_Live(request, sink, sequences))
@@ -182,7 +188,7 @@ class Engine:
         if not schedule.chunks:
             return False
         try:
-            self._run(schedule, start_ns)
+            self._run(schedule)
         except Exception as error:
             log.exception("a step of %d sequences failed", len(schedule.chunks))
             for seq, _ in schedule.chunks:
@@ -223,34 +229,44 @@ class Engine:
             self._live[item.request.id] = item
             self._scheduler.add(item.sequences[0])
 
-    def _run(self, schedule: Schedule, start_ns: int) -> None:
-        clock = self._clock
+    def _run(self, schedule: Schedule) -> None:
+        clock, recorder = self._clock, self._recorder
         scheduled_ns = clock()
         if schedule.copy_src:
             self._backend.copy_blocks(schedule.copy_src, schedule.copy_dst)
         step, seqs = self._builder.build(schedule.chunks)
         built_ns = clock()
-        logits = self._backend.forward(step).logits
+        output = self._backend.forward(step)
         forward_ns = clock()
+        recorder.ran(
+            schedule,
+            scheduled_ns=scheduled_ns,
+            built_ns=built_ns,
+            work_ns=min(max(output.end_ns, built_ns), forward_ns) if output.end_ns else forward_ns,
+            forward_ns=forward_ns,
+        )
         rows = list(range(len(seqs)))
         for seq, n in schedule.chunks:
             seq.num_computed += n
         if any(seq.siblings for seq in seqs):
             seqs, rows = self._fork(seqs)
-        ids, details = self._sampler.sample(logits, rows, [seq.sampler for seq in seqs])
+        ids, details = self._sampler.sample(output.logits, rows, [seq.sampler for seq in seqs])
         sampled_ns = clock()
+        recorder.sampled(seqs, sampled_ns)
         self._commit(seqs, ids, details, sampled_ns)
+        end_ns = clock()
+        recorder.committed(end_ns)
         self._num_steps += 1
         self._scheduler.policy.observe(schedule.num_tokens, (forward_ns - built_ns) / 1e9)
         self.last_step = StepStats(
             num_tokens=schedule.num_tokens,
             num_seqs=len(schedule.chunks),
             num_prefill_tokens=schedule.num_prefill_tokens,
-            schedule_s=(scheduled_ns - start_ns) / 1e9,
+            schedule_s=(scheduled_ns - schedule.start_ns) / 1e9,
             build_s=(built_ns - scheduled_ns) / 1e9,
             forward_s=(forward_ns - built_ns) / 1e9,
             sample_s=(sampled_ns - forward_ns) / 1e9,
-            commit_s=(clock() - sampled_ns) / 1e9,
+            commit_s=(end_ns - sampled_ns) / 1e9,
         )
 
     def _fork(self, seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
@@ -264,6 +280,7 @@ class Engine:
             siblings, seq.siblings = seq.siblings, []
             for child in siblings:
                 self._scheduler.fork(seq, child)
+                self._recorder.fork(seq, child)
             forked += (seq, *siblings)
             rows += [row] * (1 + len(siblings))
         return forked, rows
@@ -289,6 +306,9 @@ class Engine:
                 self._fail(seq, f"the text of token {token_id} failed: {error}")
                 continue
             self._num_generated += 1
+            if text and not seq.first_text_ns:
+                seq.first_text_ns = self._clock()
+                self._recorder.first_text(seq, seq.first_text_ns)
             logprobs = () if detail is None else (token_logprob(token_id, detail),)
             if seq.finish_reason is None:
                 live = self._live[seq.request.id]
@@ -318,6 +338,8 @@ class Engine:
         live.sequences.remove(seq)
         if not live.sequences:
             self._forget(live)
+        now_ns = self._clock()
+        self._recorder.close(seq, now_ns)
         delta = Delta(
             request_id=seq.request.id,
             index=seq.index,
@@ -328,7 +350,8 @@ class Engine:
             stop_reason=seq.stop_reason,
             error=error,
             usage=seq.usage(),
-            timings=seq.timings(self._clock()),
+            timings=seq.timings(now_ns),
+            ledger=seq.ledger,
         )
         self._send(live, delta)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.engine.sampler import SamplerState
+from paceline.measure.ledger import Ledger
 from paceline.types import FinishReason, Request, Timings, Usage
 
 
@@ -54,6 +55,7 @@ class Sequence:
     matcher: StopMatcher | None
     ends: Mapping[int, str | int | None]  # tokens that end it -> the stop_reason each gives
     arrival_ns: int
+    ledger: Ledger | None = None
     siblings: list[Sequence] = field(default_factory=list)
 
     state: State = State.WAITING
@@ -65,6 +67,7 @@ class Sequence:
     stop_reason: str | int | None = None
     scheduled_ns: int = 0
     first_token_ns: int = 0
+    first_text_ns: int = 0  # the first token may show no text
     last_token_ns: int = 0
 
     @property

@@ -12,6 +12,7 @@ import uvicorn
 from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
 from paceline.server.app import STOP_TIMEOUT_S, create_app
+from paceline.server.timekeeping import TimedProtocol
 
 _POLL_S = 0.05
 
@@ -19,7 +20,8 @@ _POLL_S = 0.05
 def serve(loaded: LoadedModel, listener: socket.socket, *, grace_s: float) -> None:
     """Serve `loaded` on `listener` until a signal ends it."""
     config = uvicorn.Config(
-        create_app(loaded), log_config=None, access_log=False, server_header=False, lifespan="on",
+        create_app(loaded), http=TimedProtocol, log_config=None, access_log=False,
+        server_header=False, lifespan="on",
         timeout_graceful_shutdown=round(grace_s + STOP_TIMEOUT_S),
     )  # fmt: skip
     GracefulServer(config, loaded.engine, grace_s=grace_s).run(sockets=[listener])

@@ -1,0 +1,230 @@
+"""Recorder: books the engine's time, step by step, in the ledgers of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.measure.ledger import Ledger, Part
+from paceline.measure.step_cost import StepCost
+from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.engine.scheduler import Schedule
+    from paceline.engine.sequence import Sequence
+    from paceline.measure.work import StepWork
+
+
+class Recorder(Protocol):
+    """What the engine tells about itself. All but `open` is called by the engine's thread.
+
+    A step is `ran`, then any `fork`, `sampled`, `first_text` and `close`, then `committed`.
+    """
+
+    def open(self, begin_ns: int, now_ns: int) -> Ledger | None:
+        """Return the ledger of a sequence that is queued now; `begin_ns` is its arrival."""
+
+    def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
+            forward_ns: int) -> None:  # fmt: skip
+        """The step's chunks are computed. Precondition: `num_computed` does not count them yet."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` goes on from the prompt that `parent` has computed."""
+
+    def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
+        """Each of `seqs` has its next token."""
+
+    def first_text(self, seq: Sequence, now_ns: int) -> None:
+        """The first visible text of `seq` is made."""
+
+    def close(self, seq: Sequence, now_ns: int) -> None:
+        """`seq` has ended; of a failed one the time since the last booking stays unexplained."""
+
+    def committed(self, now_ns: int) -> None:
+        """The step is over: its tokens are with their readers."""
+
+
+class NoRecorder:
+    """Keeps nothing: for measuring what keeping costs."""
+
+    def open(self, begin_ns: int, now_ns: int) -> None:
+        return None
+
+    def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
+            forward_ns: int) -> None:  # fmt: skip
+        pass
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        pass
+
+    def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
+        pass
+
+    def first_text(self, seq: Sequence, now_ns: int) -> None:
+        pass
+
+    def close(self, seq: Sequence, now_ns: int) -> None:
+        pass
+
+    def committed(self, now_ns: int) -> None:
+        pass
+
+
+class StepRecorder:
+    """Divides each step among its sequences, and keeps the latest steps and running totals.
+
+    A step's forward is divided by marginal cost: a sequence is charged what the step would have
+    cost with its tokens alone (`StepCost`), the rest was lost to the others, and is laid to
+    their charge by their tokens.
+    """
+
+    def __init__(self, work: StepWork | None = None) -> None:
+        self.log = StepLog()
+        self.counters = StepCounters(work)
+        self._cost = StepCost()
+        self._record = StepRecord()
+        self._ledgers: list[Ledger] = []  # of the step in progress
+        self._is_in_step = False
+        # Time in which the queue's head lacked KV memory, up to the last schedule.
+        self._short_ns = 0
+        self._is_short = False
+        self._schedule_ns = 0
+
+    def open(self, begin_ns: int, now_ns: int) -> Ledger:
+        ledger = Ledger(begin_ns=begin_ns, mark_ns=begin_ns, short_ns=0)
+        ledger.spend(Part.ENGINE, now_ns)
+        ledger.short_ns = self._short_until(now_ns)
+        return ledger
+
+    def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
+            forward_ns: int) -> None:  # fmt: skip
+        start_ns = schedule.start_ns
+        if self._is_short:
+            self._short_ns += start_ns - self._schedule_ns
+        self._is_short, self._schedule_ns = schedule.is_short_of_kv, start_ns
+        duration = work_ns - built_ns
+        self._cost.observe(schedule.num_tokens, duration)
+        number = self._record.number + 1
+        chunks: list[Chunk] = []
+        for seq, n in schedule.chunks:
+            ledger = seq.ledger
+            assert ledger is not None
+            self._book_wait(ledger, seq, start_ns)
+            ledger.spend(Part.ENGINE, built_ns)
+            chunks.append(Chunk(seq.request.id, seq.index, n, _kind(seq, ledger, n)))
+        self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
+        for seq, n in schedule.chunks:
+            ledger = seq.ledger
+            assert ledger is not None
+            ledger.num_seen = max(ledger.num_seen, seq.num_computed + n)
+            ledger.mark_ns = work_ns
+            ledger.spend(Part.GIL_WAIT, forward_ns)
+            ledger.last_step = number
+            ledger.num_steps += 1
+        self.counters.count_work(schedule.chunks)
+        self._ledgers = [seq.ledger for seq, _ in schedule.chunks if seq.ledger is not None]
+        self._is_in_step = True
+        self._record = StepRecord(
+            number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
+            work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
+            chunks=tuple(chunks),
+        )  # fmt: skip
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        assert parent.ledger is not None
+        child.ledger = parent.ledger.fork()
+        self._ledgers.append(child.ledger)
+
+    def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
+        self._record.sampled_ns = now_ns
+        observe = self.counters.gap_s.observe
+        for seq in seqs:
+            ledger = seq.ledger
+            assert ledger is not None
+            ledger.spend(Part.SAMPLE, now_ns)
+            if seq.last_token_ns:
+                observe((now_ns - seq.last_token_ns) / 1e9)
+        self._record.num_sampled = len(seqs)
+
+    def first_text(self, seq: Sequence, now_ns: int) -> None:
+        ledger = seq.ledger
+        if ledger is not None and ledger.first_text is None:
+            ledger.spend(Part.DETOKENISE, now_ns)
+            ledger.first_text, ledger.first_text_ns = tuple(ledger.ns), now_ns
+
+    def close(self, seq: Sequence, now_ns: int) -> None:
+        ledger = seq.ledger
+        if ledger is None:
+            return
+        if seq.finish_reason != "error":
+            if self._is_in_step and ledger.last_step == self._record.number:
+                ledger.spend(Part.DETOKENISE, now_ns)
+            else:
+                self._book_wait(ledger, seq, now_ns)
+        ledger.end_ns = now_ns
+
+    def committed(self, now_ns: int) -> None:
+        record = self._record
+        record.end_ns = now_ns
+        for ledger in self._ledgers:
+            if not ledger.end_ns:
+                was_sampled = ledger.mark_ns >= record.sampled_ns
+                ledger.spend(Part.DETOKENISE if was_sampled else Part.PREFILL_OTHERS, now_ns)
+                ledger.short_ns = self._short_until(now_ns)
+        self._ledgers = []
+        self._is_in_step = False
+        self.log.add(record)
+        self.counters.count_step(record)
+
+    def _book_wait(self, ledger: Ledger, seq: Sequence, now_ns: int) -> None:
+        """Book the time since the last booking, which `seq` spent between steps."""
+        begin_ns = ledger.mark_ns
+        if seq.num_preemptions > ledger.num_preemptions:
+            ledger.num_preemptions = seq.num_preemptions
+            ledger.spend(Part.QUEUE_KV, now_ns)
+            ledger.preempted_ns += now_ns - begin_ns
+        elif ledger.last_step == self._record.number:
+            ledger.spend(Part.ENGINE, now_ns)
+        else:
+            short_ns = min(max(self._short_until(now_ns) - ledger.short_ns, 0), now_ns - begin_ns)
+            ledger.spend(Part.QUEUE_KV, begin_ns + short_ns)
+            ledger.spend(Part.QUEUE_BUDGET, now_ns)
+
+    def _short_until(self, now_ns: int) -> int:
+        return self._short_ns + (now_ns - self._schedule_ns if self._is_short else 0)
+
+    def _divide(
+        self, scheduled: Seq[tuple[Sequence, int]], chunks: Seq[Chunk], total: int, duration: int
+    ) -> None:
+        """Book the step's work: to each its own tokens' cost, and what the others cost it."""
+        prefills = [chunk for chunk in chunks if chunk.kind is not Part.DECODE]
+        shares: dict[int, float] = {}
+        for (seq, n), chunk in zip(scheduled, chunks, strict=True):
+            ledger = seq.ledger
+            assert ledger is not None
+            if n not in shares:
+                shares[n] = self._cost.share(n, total)
+            own = int(duration * shares[n])
+            lost = duration - own
+            if chunk.kind is Part.RECOMPUTE:
+                num_again = min(ledger.num_seen - seq.num_computed, n)
+                again = own * num_again // n
+                ledger.ns[Part.RECOMPUTE] += again
+                ledger.preempted_ns += again
+                is_prompt = ledger.num_seen < seq.num_prompt
+                ledger.ns[Part.PREFILL if is_prompt else Part.DECODE] += own - again
+            else:
+                ledger.ns[chunk.kind] += own
+            is_decode = chunk.kind is Part.DECODE
+            ledger.ns[Part.DECODE_OTHERS if is_decode else Part.PREFILL_OTHERS] += lost
+            if lost and total > n:
+                for other in prefills:
+                    if other.request_id != chunk.request_id:
+                        ledger.accuse(other.request_id, lost * other.num_tokens // (total - n))
+
+
+def _kind(seq: Sequence, ledger: Ledger, n: int) -> Part:
+    """Say what a chunk is; one that computes anything again is RECOMPUTE."""
+    if seq.num_computed < ledger.num_seen:
+        return Part.RECOMPUTE
+    return Part.DECODE if n == 1 and seq.num_computed >= seq.num_prompt else Part.PREFILL
