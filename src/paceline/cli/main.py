@@ -31,6 +31,7 @@ _COMMANDS = {
     "info": "info",
     "pull": "pull",
     "list": "list_models",
+    "trace": "trace",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

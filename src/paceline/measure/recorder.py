@@ -111,7 +111,7 @@ class StepRecorder:
             assert ledger is not None
             self._book_wait(ledger, seq, start_ns)
             ledger.spend(Part.ENGINE, built_ns)
-            chunks.append(Chunk(seq.request.id, seq.index, n, _kind(seq, ledger, n)))
+            chunks.append(_chunk(seq, ledger, n))
         self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
         for seq, n in schedule.chunks:
             ledger = seq.ledger
@@ -206,15 +206,10 @@ class StepRecorder:
                 shares[n] = self._cost.share(n, total)
             own = int(duration * shares[n])
             lost = duration - own
-            if chunk.kind is Part.RECOMPUTE:
-                num_again = min(ledger.num_seen - seq.num_computed, n)
-                again = own * num_again // n
-                ledger.ns[Part.RECOMPUTE] += again
-                ledger.preempted_ns += again
-                is_prompt = ledger.num_seen < seq.num_prompt
-                ledger.ns[Part.PREFILL if is_prompt else Part.DECODE] += own - again
-            else:
-                ledger.ns[chunk.kind] += own
+            again = own * chunk.num_again // n
+            ledger.ns[Part.RECOMPUTE] += again
+            ledger.preempted_ns += again
+            ledger.ns[chunk.new_kind] += own - again
             is_decode = chunk.kind is Part.DECODE
             ledger.ns[Part.DECODE_OTHERS if is_decode else Part.PREFILL_OTHERS] += lost
             if lost and total > n:
@@ -223,8 +218,8 @@ class StepRecorder:
                         ledger.accuse(other.request_id, lost * other.num_tokens // (total - n))
 
 
-def _kind(seq: Sequence, ledger: Ledger, n: int) -> Part:
-    """Say what a chunk is; one that computes anything again is RECOMPUTE."""
-    if seq.num_computed < ledger.num_seen:
-        return Part.RECOMPUTE
-    return Part.DECODE if n == 1 and seq.num_computed >= seq.num_prompt else Part.PREFILL
+def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
+    begin = seq.num_computed
+    num_again = min(max(ledger.num_seen - begin, 0), n)
+    new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind)

@@ -19,12 +19,18 @@ MAX_CHUNKS = 65_536  # over all steps that are kept: about 10 MB
 
 
 class Chunk(NamedTuple):
-    """The tokens of one sequence in one step; `kind` is PREFILL, RECOMPUTE or DECODE."""
+    """The tokens of one sequence in one step; the first `num_again` had been computed before."""
 
     request_id: str
     choice: int
     num_tokens: int
-    kind: Part
+    num_again: int
+    new_kind: Part  # of the other tokens: PREFILL or DECODE
+
+    @property
+    def kind(self) -> Part:
+        """RECOMPUTE where anything is computed again, else PREFILL or DECODE."""
+        return Part.RECOMPUTE if self.num_again else self.new_kind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,4 +128,5 @@ class StepCounters:
         for name, begin_ns, end_ns in record.phases:
             self.phase_ns[name] = self.phase_ns.get(name, 0) + end_ns - begin_ns
         for chunk in record.chunks:
-            self.tokens[chunk.kind] += chunk.num_tokens
+            self.tokens[Part.RECOMPUTE] += chunk.num_again
+            self.tokens[chunk.new_kind] += chunk.num_tokens - chunk.num_again

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
@@ -21,10 +21,13 @@ from paceline import __version__
 from paceline.completion import ChoiceBuilder
 from paceline.engine.build import LoadedModel
 from paceline.errors import PacelineError
+from paceline.measure.bandwidth import read_bandwidth
 from paceline.measure.ledger import Part
 from paceline.server.calls import Call, CallLog
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.errors import ApiError, as_api_error, error_response
+from paceline.server.meters import CallMeters
+from paceline.server.metrics import CONTENT_TYPE, Metrics
 from paceline.server.openai import Formatter, model_object
 from paceline.server.schema import (
     ChatRequest,
@@ -36,6 +39,7 @@ from paceline.server.schema import (
 from paceline.server.sse import DONE, EventStream
 from paceline.server.timekeeping import CALL, Timekeeping
 from paceline.server.timeline import engine_id, server_timing, timeline
+from paceline.server.trace import chrome_trace
 from paceline.types import Request, SamplingParams, Usage
 
 logger = logging.getLogger(__name__)
@@ -50,18 +54,22 @@ _INLINE_BODY_BYTES = 4096
 _GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 ApiRequest = ChatRequest | CompletionRequest
+Observer = Callable[[Call], None]
 Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts' ids
 
 
 class Server:
     """Answers calls for one loaded model."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, observers: Iterable[Observer]) -> None:
         self._loaded = loaded
         self._created = int(time.time())
         self._outbox: Outbox | None = None
         self._num_open = 0
-        self.calls = CallLog()
+        self._calls = CallLog()
+        self._meters = CallMeters()
+        self._metrics = Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        self._observers = tuple(observers)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
 
     @asynccontextmanager
@@ -139,6 +147,7 @@ class Server:
     ) -> Response:
         call: Call = http.scope["state"][CALL]
         call.request_id = request_id(http)
+        call.traceparent = http.headers.get("traceparent", "")
         call.lap(Part.RECEIVE)
         if self._num_open >= MAX_OPEN_CALLS:
             raise ApiError(429, f"{MAX_OPEN_CALLS} calls are open: try again later")
@@ -249,17 +258,47 @@ class Server:
 
     async def timeline(self, key: str) -> Response:
         """The ledger of a finished call, by the answer's id or the X-Request-Id."""
-        call = self.calls.find(key)
+        call = self._calls.find(key)
         if call is None:
             raise ApiError(
                 404,
-                f"no call {key!r} among the last {len(self.calls)} finished ones: give the "
+                f"no call {key!r} among the last {len(self._calls)} finished ones: give the "
                 "answer's id or its x-request-id, once the answer has ended",
                 code="request_not_found",
             )
         recorder = self._loaded.recorder
         body = timeline(call, None if recorder is None else recorder.log)
         return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def trace(self, last_s: float = 60.0) -> Response:
+        """Steps and finished calls of the last `last_s` seconds, for Perfetto."""
+        since_ns = time.monotonic_ns() - int(last_s * 1e9)
+        recorder = self._loaded.recorder
+        if recorder is None:
+            raise ApiError(404, "this server runs with --no-ledger: it has no trace")
+        steps = recorder.log.since(since_ns)
+        calls = [call for call in self._calls if call.end_ns > since_ns]
+        # A full log takes tenths of a second to write: not on the streams' thread.
+        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(steps, calls)))
+        return Response(body, media_type="application/json")
+
+    async def metrics(self) -> Response:
+        """Prometheus' text format."""
+        if not self._metrics.read_bandwidth and not self._loaded.engine.stats().num_running:
+            self._metrics.read_bandwidth = await asyncio.to_thread(self._read_bandwidth)
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
+
+    def _read_bandwidth(self) -> float:
+        config = self._loaded.config
+        assert config.num_threads is not None
+        return read_bandwidth(config.num_threads) if config.backend == "native" else 0.0
+
+    def close_call(self, call: Call) -> None:
+        """A call has ended: remember it, count it, tell whoever wants to know."""
+        self._calls.add(call)
+        self._meters.observe(call)
+        for observe in self._observers:
+            observe(call)
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -288,9 +327,12 @@ def request_id(http: HttpRequest) -> str:
     return uuid.uuid4().hex
 
 
-def create_app(loaded: LoadedModel) -> FastAPI:
-    """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine."""
-    server = Server(loaded)
+def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> FastAPI:
+    """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
+
+    Each of `observers` is called, on the event loop, with every call to a model that has ended.
+    """
+    server = Server(loaded, observers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=server.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -300,9 +342,11 @@ def create_app(loaded: LoadedModel) -> FastAPI:
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
         ("/v1/requests/{key}/timeline", "GET", server.timeline),
+        ("/v1/trace", "GET", server.trace),
+        ("/metrics", "GET", server.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=server.calls.add)
+    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=server.close_call)
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:

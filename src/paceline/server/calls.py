@@ -190,6 +190,25 @@ class Call:
         ns[Part.SEND] += self.begin_ns + ttft_ns - first.first_text_ns
         return ns
 
+    def phases(self) -> list[tuple[str, int, int]]:
+        """Return (phase, begin, end) of a finished call, in order and without gaps."""
+        last = self.last
+        if last is None or last.ledger is None:
+            return [("http", self.begin_ns, self.end_ns)]
+        arrival_ns, end_ns = last.ledger.begin_ns, last.ledger.end_ns
+        scheduled_ns = min(arrival_ns + round(last.timings.queue_s * 1e9), end_ns)
+        first_ns = min(arrival_ns + round(last.timings.ttft_s * 1e9), end_ns)
+        stamps = (
+            ("http", arrival_ns), ("queue", scheduled_ns), ("prefill", first_ns),
+            ("decode", end_ns), ("send", self.end_ns),
+        )  # fmt: skip
+        begins = (self.begin_ns, *(stamp for _, stamp in stamps))
+        return [
+            (name, begin, end)
+            for begin, (name, end) in zip(begins, stamps, strict=False)
+            if end > begin
+        ]
+
     def figures(self, now_ns: int = 0) -> dict[str, Any]:
         """Return what `usage.paceline`, the timeline and the access log say about the time."""
         wall_ns = self.wall_ns(now_ns)

@@ -74,7 +74,8 @@ def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[
     own = next(c for c in record.chunks if (c.request_id, c.choice) == (request_id, choice))
     in_step = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
     for chunk in record.chunks:
-        in_step[chunk.kind] += chunk.num_tokens
+        in_step[Part.RECOMPUTE] += chunk.num_again
+        in_step[chunk.new_kind] += chunk.num_tokens - chunk.num_again
     return {
         "step": record.number,
         "begin_ms": (record.start_ns - call.begin_ns) / 1e6,
