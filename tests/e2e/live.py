@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import uvicorn
 from paceline.config import EngineConfig
 from paceline.engine.build import LoadedModel, load_model
 from paceline.server.app import create_app
+from paceline.server.calls import Call
 from paceline.server.timekeeping import TimedProtocol
 from tests.tiny import TinyTokenizer, successor_model, write_gguf
 
@@ -109,9 +111,10 @@ class LiveServer(HttpServer):
             str(model), EngineConfig(**options), chat_template=chat_template
         )
         self.engine = self.loaded.engine
+        self.calls: deque[Call] = deque(maxlen=1000)  # all that have ended
         config = uvicorn.Config(
-            create_app(self.loaded), host="127.0.0.1", port=0, log_config=None, lifespan="on",
-            timeout_graceful_shutdown=1, http=TimedProtocol,
+            create_app(self.loaded, observers=[self.calls.append]), host="127.0.0.1", port=0,
+            log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=TimedProtocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
