@@ -1,8 +1,10 @@
 """Calls, what is counted of them, and how it is told: metrics, spans, access log, trace."""
 
 import json
+import re
 import tracemalloc
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from paceline.errors import ParameterError
 from paceline.measure.histogram import SECONDS, Histogram
 from paceline.measure.ledger import Ledger, Part
 from paceline.measure.recorder import StepRecorder
+from paceline.measure.work import StepWork
 from paceline.server import calls as calls_module
 from paceline.server.access_log import AccessLog
 from paceline.server.calls import Call, CallLog
@@ -366,3 +369,23 @@ def test_calls_that_overlap_get_rows_of_their_own(clock):
     rows = [e["tid"] for e in trace["traceEvents"] if e.get("name") == "text_completion refused"]
     assert rows == [1, 2, 1]
     json.dumps(trace)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(clock):
+    meters = CallMeters()
+    meters.observe(make_call(clock))
+    recorder = StepRecorder(StepWork(
+        macs_per_token=1, macs_per_logit_row=1, macs_per_key=1, weight_bytes=1,
+        kv_bytes_per_token=1, layers_of_window=((0, 1),),
+    ))  # fmt: skip
+    metrics = Metrics(IdleEngine(), recorder, meters, model="m")
+    metrics.read_bandwidth = 1e9
+    names = {
+        sample.name
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for sample in family.samples
+    } | {"paceline:step_phase_seconds_total"}  # there after the first step
+    dashboard = (Path(__file__).parents[2] / "dashboards" / "paceline.json").read_text()
+    asked = set(re.findall(r"(?:vllm|paceline):\w+", dashboard))
+    assert len(asked) > 15
+    assert asked <= names
