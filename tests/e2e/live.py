@@ -106,7 +106,14 @@ class HttpServer:
 class LiveServer(HttpServer):
     """Serves a model over real HTTP from a thread of this process."""
 
-    def __init__(self, model: Path, *, chat_template: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        chat_template: str | None = None,
+        protocol: type[TimedProtocol] = TimedProtocol,
+        **options: Any,
+    ) -> None:
         self.loaded: LoadedModel = load_model(
             str(model), EngineConfig(**options), chat_template=chat_template
         )
@@ -114,7 +121,7 @@ class LiveServer(HttpServer):
         self.calls: deque[Call] = deque(maxlen=1000)  # all that have ended
         config = uvicorn.Config(
             create_app(self.loaded, observers=[self.calls.append]), host="127.0.0.1", port=0,
-            log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=TimedProtocol,
+            log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=protocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

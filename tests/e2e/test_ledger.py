@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paceline.measure.ledger import Part
+from paceline.server.timekeeping import TimedProtocol
 from tests.e2e.live import ALPHABET, LiveServer, script_model, wait_until
 from tests.e2e.test_disconnect import reset, send
 
@@ -48,7 +49,7 @@ def assert_closes(call, *, slack_ms=0.0):
 @pytest.mark.parametrize("n", [1, 3, 6])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_parts_of_an_answer_sum_to_its_wall_time(server, path, n, stream):
-    key = f"sum-{path[-16:-12]}-{n}-{stream}"
+    key = f"sum-{'chat' in path}-{n}-{stream}"
     body = {"model": server.name, "n": n, "stream": stream, "temperature": 0, "max_tokens": 30}
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": "Hi"}]
@@ -96,28 +97,37 @@ def test_an_upload_that_dawdles_is_receiving_and_nothing_else(server):
     assert_closes(call)
 
 
-def test_a_slow_readers_time_is_sending(server):
-    """20 log-probabilities a token make the stream long enough to fill the socket's buffers."""
-    body = {"model": server.name, "prompt": "0", "temperature": 0, "stream": True,
-            "max_tokens": 1500, "logprobs": 20}  # fmt: skip
-    content = json.dumps(body).encode()
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", server.port))
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: slow-down\r\n"
-        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-    )
-    wait_until(lambda: server.stats().num_running == 1)
-    wait_until(lambda: server.stats().num_running == 0, timeout_s=60)
-    time.sleep(0.5)  # the answer is made; the reader has not begun
-    while connection.recv(1 << 20):
-        pass
-    connection.close()
-    call = timeline(server, "slow-down")
-    assert call["outcome"] == "ok"
-    assert call["parts_ms"]["send"] > 500
-    assert_closes(call)
+class SmallBuffers(TimedProtocol):
+    """A server whose kernel takes little, so that a slow reader is felt at once."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_slow_readers_time_is_sending(script, stream):
+    with LiveServer(script, num_threads=1, kv_memory_bytes=2**24, protocol=SmallBuffers) as server:
+        body = {"model": server.name, "prompt": "0", "temperature": 0, "stream": stream,
+                "max_tokens": 300, "logprobs": 20}  # fmt: skip
+        content = json.dumps(body).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: slow-down\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+        )
+        wait_until(lambda: server.stats().num_generated_tokens == 300)
+        time.sleep(0.5)  # the answer is made; the reader has not begun
+        while connection.recv(1 << 20):
+            pass
+        connection.close()
+        call = timeline(server, "slow-down")
+        assert call["outcome"] == "ok"
+        assert call["parts_ms"]["send"] > 450
+        assert_closes(call)
 
 
 # ---- ends that are no answers ----
@@ -131,7 +141,7 @@ def test_a_call_that_is_given_up_closes_in_every_phase(server, phase, stream, cu
     if phase == "queue":
         others = [send(server, model=server.name, stream=True) for _ in range(4)]
         wait_until(lambda: server.stats().num_running == 4)
-    before = server.stats().num_generated_tokens
+    before, num_calls = server.stats().num_generated_tokens, len(server.calls)
     prompt = "0" * 12_000 if phase == "prefill" else "0"
     connection = send(server, model=server.name, stream=stream, prompt=prompt, seed=77)
     if phase == "queue":
@@ -141,8 +151,9 @@ def test_a_call_that_is_given_up_closes_in_every_phase(server, phase, stream, cu
     else:
         wait_until(lambda: server.stats().num_generated_tokens > before + 5)
     cut(connection)
-    wait_until(lambda: _last(server).outcome == "aborted")
-    figures = _last(server).figures()
+    call = next_call(server, num_calls)
+    assert call.outcome == "aborted"
+    figures = call.figures()
     assert_closes(figures)
     if phase == "queue":
         assert figures["parts_ms"]["queue_budget"] > 0.9 * figures["wall_ms"] - 5
@@ -151,12 +162,14 @@ def test_a_call_that_is_given_up_closes_in_every_phase(server, phase, stream, cu
     server.drain()
 
 
-def _last(server):
-    return list(server.calls)[-1]
+def next_call(server, num_before):
+    """The call that ends next, after `num_before` others."""
+    wait_until(lambda: len(server.calls) > num_before)
+    return server.calls[num_before]
 
 
 def test_a_client_that_leaves_in_its_body_is_an_aborted_call(server):
-    num_before = len(list(server.calls))
+    num_calls = len(server.calls)
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: body\r\n"
@@ -164,18 +177,19 @@ def test_a_client_that_leaves_in_its_body_is_an_aborted_call(server):
     )
     time.sleep(0.05)
     connection.close()
-    wait_until(lambda: len(list(server.calls)) > num_before)
-    call = _last(server)
+    call = next_call(server, num_calls)
     assert call.outcome == "aborted"
     assert_closes(call.figures(), slack_ms=0.2)
 
 
 def test_a_refused_call_closes_and_is_called_refused(server):
     for body in ({"prompt": "a", "bogus": 1}, {"prompt": "0" * 20_000}, {"prompt": ""}):
+        num_calls = len(server.calls)
         response = server.post("/v1/completions", **body)
         assert response.status_code == 400
-        wait_until(lambda: _last(server).outcome == "refused")
-        assert_closes(_last(server).figures())
+        call = next_call(server, num_calls)
+        assert call.outcome == "refused"
+        assert_closes(call.figures())
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -184,14 +198,16 @@ def test_a_failed_call_closes_with_the_failed_steps_time_unexplained(server, mon
         time.sleep(0.02)
         raise RuntimeError("no luck")
 
+    num_calls = len(server.calls)
     monkeypatch.setattr(server.engine._backend, "forward", fail)
     response = server.post("/v1/completions", prompt="a", stream=stream)
     assert response.status_code == (200 if stream else 500)
-    wait_until(lambda: _last(server).outcome == "failed")
-    figures = _last(server).figures()
+    call = next_call(server, num_calls)
+    assert call.outcome == "failed"
+    figures = call.figures()
     assert_closes(figures, slack_ms=1e9)
     assert figures["parts_ms"]["residual"] >= 20
-    assert "no luck" in _last(server).error
+    assert "no luck" in call.error
 
 
 # ---- company ----
@@ -218,13 +234,12 @@ def test_64_at_once_close_and_know_what_others_cost(server):
 
 
 def test_the_price_of_a_preemption_is_named(script):
-    with LiveServer(script, num_threads=1, kv_memory_bytes=2**15, block_size=16,
-                    max_model_len=200) as small:  # fmt: skip
-        blocks = small.stats().num_blocks
-        length = blocks * 16 // 2 - 8
+    with LiveServer(script, num_threads=1, kv_memory_bytes=20 * 2**10, block_size=16,
+                    max_model_len=300) as small:  # fmt: skip
+        assert small.stats().num_blocks == 20  # two prompts of 150 fit, their answers do not
         with ThreadPoolExecutor(2) as pool:
             calls = list(pool.map(
-                lambda key: _completed(small, key, prompt="0" * length, max_tokens=60), "ab"
+                lambda key: _completed(small, key, prompt="0" * 150, max_tokens=60), "ab"
             ))  # fmt: skip
         for call in calls:
             assert_closes(call)

@@ -18,7 +18,7 @@ def chrome_trace(steps: Iterable[StepRecord], calls: Iterable[Call]) -> dict[str
     """Return the trace of these steps and finished calls; time zero is the earliest of them.
 
     The engine is one row: steps, and their phases inside them. Each call has a row as long as it
-    lasts: its phases, and inside them its chunks, each as long as the step that it was in.
+    lasts: its phases, and inside them its chunks, each from its step's begin to its sampling.
     """
     steps, calls = list(steps), sorted(calls, key=lambda call: call.begin_ns)
     begins = [step.start_ns for step in steps[:1]] + [call.begin_ns for call in calls[:1]]
@@ -67,7 +67,7 @@ def _call_events(
         yield _slice(_CALLS, row, name, begin_ns - zero_ns, end_ns - zero_ns)
     if call.num_choices == 1:  # the chunks of several would overlap in one row
         for step, kind, num_tokens in chunks.get(engine_id(call.id, 0), ()):
-            span = step.start_ns - zero_ns, step.end_ns - zero_ns
+            span = step.start_ns - zero_ns, step.sampled_ns - zero_ns
             args = {"step": step.number, "tokens": num_tokens, "step_tokens": step.num_tokens}
             yield _slice(_CALLS, row, kind.label, *span, args)
 
