@@ -26,7 +26,7 @@ class EngineConfig:
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
     seed: int = 0  # base of the seeds of requests that bring none
-    ledger: bool = True  # book where each request's time goes
+    ledger: bool = False  # book where each request's time goes
 
     def __post_init__(self) -> None:
         positive = ("max_num_seqs", "max_batched_tokens", "block_size")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +102,19 @@ class HttpServer:
         assert self.complete("a", temperature=0)["choices"][0]["text"] == ALPHABET[1:]
 
 
+class CallMemory:
+    """An observer that remembers the calls that have ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def write(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def close(self) -> None:
+        pass
+
+
 class LiveServer(HttpServer):
     """Serves a model over real HTTP from a thread of this process."""
 
@@ -114,13 +126,15 @@ class LiveServer(HttpServer):
         protocol: type[TimedProtocol] = TimedProtocol,
         **options: Any,
     ) -> None:
+        engine_config = EngineConfig(**{"ledger": True, **options})
         self.loaded: LoadedModel = load_model(
-            str(model), EngineConfig(**options), chat_template=chat_template
+            str(model), engine_config, chat_template=chat_template
         )
         self.engine = self.loaded.engine
-        self.calls: deque[Call] = deque(maxlen=1000)  # all that have ended
+        memory = CallMemory()
+        self.calls = memory.calls
         config = uvicorn.Config(
-            create_app(self.loaded, observers=[self.calls.append]), host="127.0.0.1", port=0,
+            create_app(self.loaded, observers=[memory]), host="127.0.0.1", port=0,
             log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=protocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)

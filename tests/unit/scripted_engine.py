@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paceline.backends.base import StepInput
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.measure.recorder import Recorder
+from paceline.engine.recorder import Recorder
 from paceline.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.unit.piece_tokenizer import PieceTokenizer
 from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script

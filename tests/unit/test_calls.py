@@ -118,6 +118,18 @@ def test_a_call_is_over_when_both_the_response_and_the_engine_are(clock):
     assert (call.outcome, call.end_ns) == ("aborted", 7 * MS)
 
 
+def test_a_call_that_was_not_accepted_closes_without_its_choices(clock):
+    closed = []
+    call = Call(path="/v1/completions", begin_ns=0, on_close=closed.append)
+    call.ended(0, last_delta(engine_ledger(0, decode=1), reason="abort"))
+    clock.ms = 5
+    call.started(503)
+    call.responded()
+    call.ended(1, last_delta(engine_ledger(0, decode=9), reason="abort"))
+    assert closed == [call]
+    assert (call.outcome, call.figures()["parts_ms"]["residual"]) == ("failed", 0)
+
+
 @pytest.mark.parametrize(
     ("status", "reason", "is_gone", "outcome"),
     [

@@ -91,14 +91,6 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[int, _engine("--seed", "Base of the seeds of requests that bring none.")],
         _DEFAULTS.seed,
     ),
-    "ledger": (
-        Annotated[
-            bool,
-            typer.Option("--ledger/--no-ledger", help="Book where each request's time goes "
-                         "(costs under 1 %).", rich_help_panel=ENGINE),
-        ],
-        _DEFAULTS.ledger,
-    ),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
@@ -28,6 +29,12 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
     ] = 8000,
+    ledger: Annotated[
+        bool,
+        typer.Option(
+            "--ledger/--no-ledger", help="Book where each call's time goes (costs less than 1 %)."
+        ),
+    ] = True,
     access_log: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +79,7 @@ def serve(
     listener = listen(host, port)  # a taken port is told before the model is loaded
     log = None if access_log is None else AccessLog(access_log)
     provider = otlp_provider() if otel else None
+    config = dataclasses.replace(config, ledger=ledger)
     loaded = load(model, config, chat_template_file=chat_template)
     spans = None if provider is None else Spans(provider, model=loaded.name)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -80,12 +88,9 @@ def serve(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
     try:
-        observers = [observer.write for observer in (log, spans) if observer is not None]
+        observers = [observer for observer in (log, spans) if observer is not None]
         serve_app(loaded, listener, grace_s=_GRACE_S, observers=observers)
     finally:
-        for observer in (log, spans):
-            if observer is not None:
-                observer.close()
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 
 

@@ -18,13 +18,12 @@ from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
 from paceline.engine.step import step_limits
 from paceline.errors import ParameterError, PromptTooLongError, TemplateError
-from paceline.measure.recorder import StepRecorder
-from paceline.measure.work import step_work
 from paceline.models.base import build_plan
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
+    from paceline.measure.recorder import StepRecorder
     from paceline.text.chat_template import ChatTemplate
     from paceline.text.tokenizer import Tokenizer
 
@@ -144,8 +143,7 @@ def load_model(
         )
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
-    work = step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype)
-    recorder = StepRecorder(work) if config.ledger else None
+    recorder = _new_recorder(checkpoint, config) if config.ledger else None
     engine = Engine(
         backend=backend,
         tokenizer=tokenizer,
@@ -173,6 +171,13 @@ def load_model(
     )
     logger.info(describe(loaded))
     return loaded
+
+
+def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
+    from paceline.measure.recorder import StepRecorder
+    from paceline.measure.work import step_work
+
+    return StepRecorder(step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype))
 
 
 def display_name(model: str) -> str:

@@ -13,13 +13,13 @@ from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_ids, check_length
 from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State
 from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
-from paceline.measure.recorder import NoRecorder, Recorder
 from paceline.policies.base import load_policy
 from paceline.types import Delta, FinishReason, Request, TokenLogprob
 

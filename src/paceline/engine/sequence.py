@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.engine.sampler import SamplerState
-from paceline.measure.ledger import Ledger
 from paceline.types import FinishReason, Request, Timings, Usage
+
+if TYPE_CHECKING:
+    from paceline.measure.ledger import Ledger
 
 
 class StreamDecoder(Protocol):

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import msgspec
 from fastapi import FastAPI
@@ -54,8 +55,17 @@ _INLINE_BODY_BYTES = 4096
 _GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 ApiRequest = ChatRequest | CompletionRequest
-Observer = Callable[[Call], None]
 Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts' ids
+
+
+class Observer(Protocol):
+    """Somebody who wants to know of every call to a model that has ended."""
+
+    def write(self, call: Call) -> None:
+        """Called on the event loop: it must be quick."""
+
+    def close(self) -> None:
+        """The server ends; no call will follow."""
 
 
 class Server:
@@ -81,6 +91,8 @@ class Server:
         finally:
             await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
+            for observer in self._observers:
+                await asyncio.to_thread(observer.close)
 
     async def health(self) -> Response:
         stats = self._loaded.engine.stats()
@@ -297,8 +309,8 @@ class Server:
         """A call has ended: remember it, count it, tell whoever wants to know."""
         self._calls.add(call)
         self._meters.observe(call)
-        for observe in self._observers:
-            observe(call)
+        for observer in self._observers:
+            observer.write(call)
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -330,7 +342,7 @@ def request_id(http: HttpRequest) -> str:
 def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> FastAPI:
     """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
 
-    Each of `observers` is called, on the event loop, with every call to a model that has ended.
+    The lifespan's end closes the observers, too.
     """
     server = Server(loaded, observers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=server.lifespan, docs_url=None,

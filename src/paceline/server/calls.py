@@ -85,7 +85,13 @@ class Call:
         self.is_stream = is_stream
 
     def ended(self, choice_idx: int, delta: Delta) -> None:
-        """A choice has come to its end. Precondition: `delta` is its last."""
+        """A choice has come to its end. Precondition: `delta` is its last.
+
+        A call that was not accepted, because one of its prompts was refused, has no choices: what
+        the others had begun does not count.
+        """
+        if not self.num_choices:
+            return
         assert delta.finish_reason is not None
         assert delta.usage is not None
         assert delta.timings is not None
