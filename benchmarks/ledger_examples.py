@@ -54,8 +54,9 @@ class Server:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         host, port = self.url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
+        path = "chat/completions" if "messages" in body else "completions"
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\n"
+            f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\n"
             f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return Connection(connection, head.encode(), content)
@@ -102,9 +103,11 @@ def prompts_beside(server: Server) -> None:
         thread.join()
 
 
-def prompt_beside_prompt(server: Server) -> None:
-    names = ("first", "example")
-    threads = [server.start(n, prompt=f"{n} " + WORD * 1000, max_tokens=1) for n in names]
+def prompts_together(server: Server) -> None:
+    first = server.start("first", prompt=WORD * 500, max_tokens=1)
+    time.sleep(0.1)  # the others arrive while its step runs, and share the next one
+    names = ["example", *(f"other-{i}" for i in range(7))]
+    threads = [first, *(server.start(n, prompt=WORD * 60, max_tokens=1) for n in names)]
     for thread in threads:
         thread.join()
 
@@ -135,7 +138,7 @@ def outgrown_memory(server: Server) -> None:
     names = ("first", "example")
     threads = []
     for name in names:
-        threads.append(server.start(name, prompt=WORD * 330, max_tokens=180, ignore_eos=True))
+        threads.append(server.start(name, prompt=WORD * 330, max_tokens=90, ignore_eos=True))
         time.sleep(0.05)
     for thread in threads:
         thread.join()
@@ -146,16 +149,17 @@ def slow_upload(server: Server) -> None:
     connection.socket.sendall(connection.head)
     for begin in range(0, len(connection.content), 100):
         connection.socket.sendall(connection.content[begin : begin + 100])
-        time.sleep(0.1)
+        time.sleep(0.5)
     connection.read_all()
 
 
 def slow_reader(server: Server) -> None:
-    body = {"prompt": "Once", "max_tokens": 300, "stream": True, "logprobs": 20,
-            "ignore_eos": True}  # fmt: skip
+    # The kernel takes some 3 MB of an answer before the server feels that nobody reads.
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "n": 8,
+            "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}  # fmt: skip
     connection = server.connect("example", body, receive_bytes=4096)
     connection.socket.sendall(connection.head + connection.content)
-    time.sleep(12)
+    time.sleep(40)
     connection.read_all()
 
 
@@ -163,9 +167,8 @@ def too_long(server: Server) -> None:
     server.complete("example", prompt=WORD * 12_000, max_tokens=1)
 
 
-def many_biases(server: Server) -> None:
-    biases = {str(i): 0.001 for i in range(4096)}
-    server.complete("example", prompt="Once", max_tokens=1, logit_bias=biases)
+def big_nonsense(server: Server) -> None:
+    server.complete("example", prompt=WORD * 400_000, no_such_field=1)
 
 
 def many_choices(server: Server) -> None:
@@ -179,14 +182,14 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[Server], None]]] = {
     "decode": ([], long_answer),
     "decode_others (prompts)": ([], prompts_beside),
     "decode_others (streams)": ([], streams_beside),
-    "prefill_others": (["--policy", "priority"], prompt_beside_prompt),
+    "prefill_others": ([], prompts_together),
     "queue_budget": (["--max-num-seqs", "1"], one_seat),
     "queue_kv": (["--kv-memory", "12M"], little_memory),
-    "recompute": (["--kv-memory", "18M"], outgrown_memory),
+    "preemption": (["--kv-memory", "18M"], outgrown_memory),
     "receive": ([], slow_upload),
     "send": ([], slow_reader),
     "tokenise": ([], too_long),
-    "parse": ([], many_biases),
+    "parse": ([], big_nonsense),
     "sample": ([], many_choices),
 }
 
