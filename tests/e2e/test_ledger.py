@@ -189,6 +189,7 @@ def test_a_refused_call_closes_and_is_called_refused(server):
         assert response.status_code == 400
         call = next_call(server, num_calls)
         assert call.outcome == "refused"
+        assert call.request_id == response.headers["x-request-id"]
         assert_closes(call.figures())
 
 

@@ -158,7 +158,7 @@ class Server:
         self, http: HttpRequest, body: bytes, prepare: Callable[[bytes, Call], Prepared]
     ) -> Response:
         call: Call = http.scope["state"][CALL]
-        call.request_id = request_id(http)
+        request_id(http)
         call.traceparent = http.headers.get("traceparent", "")
         call.lap(Part.RECEIVE)
         if self._num_open >= MAX_OPEN_CALLS:
@@ -332,11 +332,16 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 def request_id(http: HttpRequest) -> str:
-    """Return the caller's X-Request-Id if it is a plain short one, else a fresh one."""
+    """Return the caller's X-Request-Id if it is a plain short one, else one that the call keeps."""
+    call: Call | None = http.scope.get("state", {}).get(CALL)
+    if call is not None and call.request_id:
+        return call.request_id
     given = http.headers.get("x-request-id", "")
-    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
+    is_plain = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    chosen = given if is_plain else uuid.uuid4().hex
+    if call is not None:
+        call.request_id = chosen
+    return chosen
 
 
 def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> FastAPI:
