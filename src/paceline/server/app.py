@@ -158,7 +158,7 @@ class Server:
         self, http: HttpRequest, body: bytes, prepare: Callable[[bytes, Call], Prepared]
     ) -> Response:
         call: Call = http.scope["state"][CALL]
-        request_id(http)
+        call.request_id = request_id(http)
         call.traceparent = http.headers.get("traceparent", "")
         call.lap(Part.RECEIVE)
         if self._num_open >= MAX_OPEN_CALLS:

@@ -67,12 +67,9 @@ class Metrics:
             ("paceline:kv_blocks", "KV blocks in all.", stats.num_blocks),
         ):
             yield self._gauge(name, help_text, value)
-        recorder = self._recorder
-        num_prompt = 0 if recorder is None else recorder.counters.tokens[Part.PREFILL]
         for name, help_text, total in (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:generation_tokens", "Tokens chosen.", stats.num_generated_tokens),
-            ("vllm:prompt_tokens", "Tokens of prompts computed.", num_prompt),
         ):
             yield self._counter(name, help_text, {(): total})
 
@@ -115,6 +112,8 @@ class Metrics:
 
     def _steps(self, recorder: StepRecorder) -> Iterator[Metric]:
         counters = recorder.counters
+        num_prompt = counters.tokens[Part.PREFILL]
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts computed.", {(): num_prompt})
         yield self._histogram(
             "vllm:inter_token_latency_seconds", "Gap between two tokens.", {(): counters.gap_s}
         )
