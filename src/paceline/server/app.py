@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from fastapi import FastAPI
@@ -28,7 +28,6 @@ from paceline.server.calls import Call, CallLog
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.meters import CallMeters
-from paceline.server.metrics import CONTENT_TYPE, Metrics
 from paceline.server.openai import Formatter, model_object
 from paceline.server.schema import (
     ChatRequest,
@@ -42,6 +41,9 @@ from paceline.server.timekeeping import CALL, Timekeeping
 from paceline.server.timeline import engine_id, server_timing, timeline
 from paceline.server.trace import chrome_trace
 from paceline.types import Request, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from paceline.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Server:
         self._num_open = 0
         self._calls = CallLog()
         self._meters = CallMeters()
-        self._metrics = Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        self._metrics: Metrics | None = None
         self._observers = tuple(observers)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
 
@@ -296,9 +298,19 @@ class Server:
 
     async def metrics(self) -> Response:
         """Prometheus' text format."""
-        if not self._metrics.read_bandwidth and not self._loaded.engine.stats().num_running:
-            self._metrics.read_bandwidth = await asyncio.to_thread(self._read_bandwidth)
-        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
+        if self._metrics is None:
+            self._metrics = await asyncio.to_thread(self._new_metrics)
+        metrics = self._metrics
+        if not metrics.read_bandwidth and not self._loaded.engine.stats().num_running:
+            metrics.read_bandwidth = await asyncio.to_thread(self._read_bandwidth)
+        return Response(metrics.exposition(), media_type=metrics.content_type)
+
+    def _new_metrics(self) -> Metrics:
+        # Imported when it is asked for: prometheus_client would cost the start 25 ms.
+        from paceline.server.metrics import Metrics
+
+        loaded = self._loaded
+        return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
 
     def _read_bandwidth(self) -> float:
         config = self._loaded.config

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from paceline.measure.recorder import StepRecorder
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 _T = TypeVar("_T")
 Labelled = Mapping[tuple[str, ...], _T]  # values of the labels beyond model_name and engine
 
 
 class Metrics:
     """Writes the exposition. Nothing is computed before somebody asks for it."""
+
+    content_type = CONTENT_TYPE_LATEST
 
     def __init__(
         self,
