@@ -332,6 +332,13 @@ def test_without_a_ledger_answers_are_the_same_and_timings_are_refused(script):
         assert bare.client.get("/metrics").status_code == 200
 
 
+@pytest.mark.parametrize("last_s", ["soon", "nan", "inf", "0", "-1"])
+def test_a_trace_of_no_sensible_time_is_refused(server, last_s):
+    response = server.client.get("/v1/trace", params={"last_s": last_s})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "last_s"
+
+
 def test_a_trace_has_every_step_and_call_in_rows_that_do_not_overlap(server):
     threads = [
         threading.Thread(target=server.complete, args=("0" * 50,), kwargs={"max_tokens": 20})

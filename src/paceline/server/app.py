@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from fastapi import FastAPI
@@ -22,13 +21,12 @@ from paceline import __version__
 from paceline.completion import ChoiceBuilder
 from paceline.engine.build import LoadedModel
 from paceline.errors import PacelineError
-from paceline.measure.bandwidth import read_bandwidth
 from paceline.measure.ledger import Part
-from paceline.server.calls import Call, CallLog
+from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.errors import ApiError, as_api_error, error_response
-from paceline.server.meters import CallMeters
 from paceline.server.openai import Formatter, model_object
+from paceline.server.reports import Observer, Reports
 from paceline.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -38,12 +36,8 @@ from paceline.server.schema import (
 )
 from paceline.server.sse import DONE, EventStream
 from paceline.server.timekeeping import CALL, Timekeeping
-from paceline.server.timeline import engine_id, server_timing, timeline
-from paceline.server.trace import chrome_trace
+from paceline.server.timeline import engine_id, server_timing
 from paceline.types import Request, SamplingParams, Usage
-
-if TYPE_CHECKING:
-    from paceline.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -60,28 +54,15 @@ ApiRequest = ChatRequest | CompletionRequest
 Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts' ids
 
 
-class Observer(Protocol):
-    """Somebody who wants to know of every call to a model that has ended."""
-
-    def write(self, call: Call) -> None:
-        """Called on the event loop: it must be quick."""
-
-    def close(self) -> None:
-        """The server ends; no call will follow."""
-
-
 class Server:
     """Answers calls for one loaded model."""
 
-    def __init__(self, loaded: LoadedModel, observers: Iterable[Observer]) -> None:
+    def __init__(self, loaded: LoadedModel, reports: Reports) -> None:
         self._loaded = loaded
+        self._reports = reports
         self._created = int(time.time())
         self._outbox: Outbox | None = None
         self._num_open = 0
-        self._calls = CallLog()
-        self._meters = CallMeters()
-        self._metrics: Metrics | None = None
-        self._observers = tuple(observers)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
 
     @asynccontextmanager
@@ -93,8 +74,7 @@ class Server:
         finally:
             await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
-            for observer in self._observers:
-                await asyncio.to_thread(observer.close)
+            await asyncio.to_thread(self._reports.close)
 
     async def health(self) -> Response:
         stats = self._loaded.engine.stats()
@@ -270,60 +250,6 @@ class Server:
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)
 
-    async def timeline(self, key: str) -> Response:
-        """The ledger of a finished call, by the answer's id or the X-Request-Id."""
-        call = self._calls.find(key)
-        if call is None:
-            raise ApiError(
-                404,
-                f"no call {key!r} among the last {len(self._calls)} finished ones: give the "
-                "answer's id or its x-request-id, once the answer has ended",
-                code="request_not_found",
-            )
-        recorder = self._loaded.recorder
-        body = timeline(call, None if recorder is None else recorder.log)
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
-    async def trace(self, last_s: float = 60.0) -> Response:
-        """Steps and finished calls of the last `last_s` seconds, for Perfetto."""
-        since_ns = time.monotonic_ns() - int(last_s * 1e9)
-        recorder = self._loaded.recorder
-        if recorder is None:
-            raise ApiError(404, "this server runs with --no-ledger: it has no trace")
-        steps = recorder.log.since(since_ns)
-        calls = [call for call in self._calls if call.end_ns > since_ns]
-        # A full log takes tenths of a second to write: not on the streams' thread.
-        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(steps, calls)))
-        return Response(body, media_type="application/json")
-
-    async def metrics(self) -> Response:
-        """Prometheus' text format."""
-        if self._metrics is None:
-            self._metrics = await asyncio.to_thread(self._new_metrics)
-        metrics = self._metrics
-        if not metrics.read_bandwidth and not self._loaded.engine.stats().num_running:
-            metrics.read_bandwidth = await asyncio.to_thread(self._read_bandwidth)
-        return Response(metrics.exposition(), media_type=metrics.content_type)
-
-    def _new_metrics(self) -> Metrics:
-        # Imported when it is asked for: prometheus_client would cost the start 25 ms.
-        from paceline.server.metrics import Metrics
-
-        loaded = self._loaded
-        return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
-
-    def _read_bandwidth(self) -> float:
-        config = self._loaded.config
-        assert config.num_threads is not None
-        return read_bandwidth(config.num_threads) if config.backend == "native" else 0.0
-
-    def close_call(self, call: Call) -> None:
-        """A call has ended: remember it, count it, tell whoever wants to know."""
-        self._calls.add(call)
-        self._meters.observe(call)
-        for observer in self._observers:
-            observer.write(call)
-
 
 async def read_body(http: HttpRequest) -> bytes:
     """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 413 or 415."""
@@ -361,7 +287,8 @@ def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> Fa
 
     The lifespan's end closes the observers, too.
     """
-    server = Server(loaded, observers)
+    reports = Reports(loaded, observers)
+    server = Server(loaded, reports)
     app = FastAPI(title="Paceline", version=__version__, lifespan=server.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -370,12 +297,12 @@ def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> Fa
         ("/v1/models/{name:path}", "GET", server.model),
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
-        ("/v1/requests/{key}/timeline", "GET", server.timeline),
-        ("/v1/trace", "GET", server.trace),
-        ("/metrics", "GET", server.metrics),
+        ("/v1/requests/{key}/timeline", "GET", reports.timeline),
+        ("/v1/trace", "GET", reports.trace),
+        ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=server.close_call)
+    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=reports.add)
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:

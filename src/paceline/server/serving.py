@@ -12,7 +12,8 @@ import uvicorn
 
 from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
-from paceline.server.app import STOP_TIMEOUT_S, Observer, create_app
+from paceline.server.app import STOP_TIMEOUT_S, create_app
+from paceline.server.reports import Observer
 from paceline.server.timekeeping import TimedProtocol
 
 _POLL_S = 0.05
