@@ -169,6 +169,22 @@ def test_choices_share_the_prompts_time_and_part_afterwards():
         assert_closes(ledger)
 
 
+def test_choices_given_up_in_the_prompt_have_its_time():
+    engine, clock = make(max_batched_tokens=16)
+    answers = Answers()
+    engine.submit(make_request("a", (1,) * 60, greedy(3, n=3)), answers)
+    engine.step()
+    engine.step()
+    clock.now_ns += 3 * MS
+    engine.abort("a")
+    finish(engine)
+    for index in range(3):
+        ledger = answers["a", index].end.ledger
+        assert ms(ledger, Part.PREFILL) == 34.0
+        assert ms(ledger, Part.QUEUE_BUDGET) == 0
+        assert_closes(ledger)
+
+
 def test_a_failed_step_stays_unexplained():
     clock = Clock()
 

@@ -127,9 +127,10 @@ class Engine:
                 first_number=first_number,
                 arrival_ns=request.arrival_ns or self._clock(),
             )
-            now_ns = self._clock()
+            # One for all: until the prompt is computed the choices have the same time.
+            ledger = self._recorder.open(sequences[0].arrival_ns, self._clock())
             for seq in sequences:
-                seq.ledger = self._recorder.open(seq.arrival_ns, now_ns)
+                seq.ledger = ledger
             with self._wakeup:
                 self._require_open()
                 self._inbox.append(_Live(request, sink, sequences))

@@ -18,7 +18,7 @@ class Recorder(Protocol):
     """
 
     def open(self, begin_ns: int, now_ns: int) -> Ledger | None:
-        """Return the ledger of a sequence that is queued now; `begin_ns` is its arrival."""
+        """Return the ledger of a request that is queued now; `begin_ns` is its arrival."""
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
