@@ -104,8 +104,8 @@ def prompts_beside(server: Server) -> None:
 
 
 def prompts_together(server: Server) -> None:
-    first = server.start("first", prompt=WORD * 500, max_tokens=1)
-    time.sleep(0.1)  # the others arrive while its step runs, and share the next one
+    first = server.start("first", prompt=WORD * 60, max_tokens=1)
+    time.sleep(0.03)  # the others arrive while its step runs, and share the next one
     names = ["example", *(f"other-{i}" for i in range(7))]
     threads = [first, *(server.start(n, prompt=WORD * 60, max_tokens=1) for n in names)]
     for thread in threads:
