@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec import structs
 
 from paceline.measure.ledger import MAX_BLAMED, Ledger, Part, parts_ms, top_blame
 from paceline.measure.recorder import StepRecorder
@@ -81,8 +82,7 @@ def test_time_before_the_first_step_is_the_queues():
 def test_the_time_before_submission_is_the_engines():
     engine, clock = make()
     clock.now_ns = 10 * MS
-    request = make_request("a", (1, 2), greedy(1))
-    object.__setattr__(request, "arrival_ns", 7 * MS)
+    request = structs.replace(make_request("a", (1, 2), greedy(1)), arrival_ns=7 * MS)
     answers = Answers()
     engine.submit(request, answers)
     finish(engine)
@@ -214,8 +214,10 @@ def test_sums_close_over_random_schedules(seed):
     for number in range(40):
         prompt = tuple(rng.randrange(1, 48) for _ in range(rng.randrange(1, 60)))
         params = greedy(rng.randrange(1, 30), n=rng.choice((1, 1, 3)))
-        request = make_request(str(number), prompt, params, priority=rng.randrange(3))
-        object.__setattr__(request, "arrival_ns", clock() - rng.randrange(1000))
+        request = structs.replace(
+            make_request(str(number), prompt, params, priority=rng.randrange(3)),
+            arrival_ns=clock() - rng.randrange(1000),
+        )
         engine.submit(request, answers)
         for _ in range(rng.randrange(4)):
             engine.step()

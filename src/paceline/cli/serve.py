@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import os
@@ -11,6 +10,7 @@ import sys
 from typing import Annotated
 
 import typer
+from msgspec import structs
 
 from paceline.cli.options import ChatTemplateFile, Model, engine_options
 from paceline.config import EngineConfig
@@ -79,7 +79,7 @@ def serve(
     listener = listen(host, port)  # a taken port is told before the model is loaded
     log = None if access_log is None else AccessLog(access_log)
     provider = otlp_provider() if otel else None
-    config = dataclasses.replace(config, ledger=ledger)
+    config = structs.replace(config, ledger=ledger)
     loaded = load(model, config, chat_template_file=chat_template)
     spans = None if provider is None else Spans(provider, model=loaded.name)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from paceline.engine.sampler import Sampler, choice_seed, mix
 from paceline.engine.sequence import Sequence, StreamDecoder
@@ -26,8 +27,7 @@ class Tokenizer(Protocol):
     def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceMaker:
+class ChoiceMaker(Struct, frozen=True, kw_only=True):
     """What the choices of every request of an engine depend on, besides the request."""
 
     tokenizer: Tokenizer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 
 class Part(enum.IntEnum):
@@ -42,8 +43,7 @@ RESIDUAL = "residual"
 MAX_BLAMED = 64  # requests that a ledger blames by name; the rest share the key ""
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Ledger:
+class Ledger(Struct, eq=False, kw_only=True):
     """Where the time of one sequence in the engine went, from `begin_ns` to `mark_ns`.
 
     `ns` is indexed by Part. `sum(ns) == mark_ns - begin_ns`, but for steps that failed.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from paceline.measure.histogram import COUNTS, SECONDS, Histogram
 from paceline.measure.ledger import Part
@@ -33,8 +34,7 @@ class Chunk(NamedTuple):
         return Part.RECOMPUTE if self.num_again else self.new_kind
 
 
-@dataclass(slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(Struct, kw_only=True):
     """One step: when its phases ended, on the engine's clock, and what was in it."""
 
     number: int = -1

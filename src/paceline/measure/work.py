@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from paceline.engine.memory import kv_token_bytes
 from paceline.measure.bandwidth import EMBEDDING, decode_weight_bytes
@@ -12,8 +13,7 @@ from paceline.models.base import HEAD, ModelConfig
 from paceline.weights.tensor import QTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
+class StepWork(Struct, frozen=True, kw_only=True):
     """What a token, a row of logits, an attended key and a step cost, for one model.
 
     Attention counts the keys that a token sees: all up to itself, or those in a layer's window.

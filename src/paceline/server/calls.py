@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from paceline.measure.ledger import NUM_PARTS, Ledger, Part, parts_ms, top_blame
 from paceline.types import Delta, FinishReason, SamplingParams, Timings, Usage
@@ -19,8 +20,7 @@ MAX_CHOICES = 4096  # choices of all of them together
 _MAX_BLAMED = 8  # requests that a report blames by name
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """How one choice ended. `received_ns` is when the event loop learnt of it."""
 
     finish_reason: FinishReason
@@ -34,8 +34,7 @@ class Ended:
         return self.received_ns if self.ledger is None else self.ledger.end_ns
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Call:
+class Call(Struct, eq=False, kw_only=True):
     """What a call spent its time on. `lap` books the front end's time, `ended` brings the engine's.
 
     Where several choices run, the call follows the one that ends last: the others cost it nothing.
