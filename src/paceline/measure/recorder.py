@@ -61,7 +61,9 @@ class StepRecorder:
         for seq, n in schedule.chunks:
             ledger = seq.ledger
             assert ledger is not None
-            ledger.num_seen = max(ledger.num_seen, seq.num_computed + n)
+            num_known = seq.num_computed + n
+            if num_known > ledger.num_seen:
+                ledger.num_seen = num_known
             ledger.mark_ns = work_ns
             ledger.spend(Part.GIL_WAIT, forward_ns)
             ledger.last_step = number

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from paceline.measure.histogram import COUNTS, SECONDS, Histogram
-from paceline.measure.ledger import Part
+from paceline.measure.ledger import NUM_PARTS, Part
 
 if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
@@ -52,12 +52,14 @@ class StepRecord(Struct, kw_only=True):
     @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
         """(phase, begin, end) in order; they fill the step."""
-        ends = (
-            ("schedule", self.scheduled_ns), ("build", self.built_ns), ("forward", self.work_ns),
-            ("gil_wait", self.forward_ns), ("sample", self.sampled_ns), ("commit", self.end_ns),
-        )  # fmt: skip
-        begins = (self.start_ns, *(end for _, end in ends))
-        return tuple((name, begin, end) for begin, (name, end) in zip(begins, ends, strict=False))
+        return (
+            ("schedule", self.start_ns, self.scheduled_ns),
+            ("build", self.scheduled_ns, self.built_ns),
+            ("forward", self.built_ns, self.work_ns),
+            ("gil_wait", self.work_ns, self.forward_ns),
+            ("sample", self.forward_ns, self.sampled_ns),
+            ("commit", self.sampled_ns, self.end_ns),
+        )
 
 
 class StepLog:
@@ -89,8 +91,8 @@ class StepCounters:
         self.duration_s = Histogram(SECONDS)
         self.gap_s = Histogram(SECONDS)  # between two tokens of a sequence
         self.num_tokens = Histogram(COUNTS)
-        self.phase_ns: dict[str, int] = {}
-        self.tokens: dict[Part, int] = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
+        self.phase_ns = {name: 0 for name, _, _ in StepRecord().phases}
+        self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE and DECODE
         self.num_sampled = 0
         self.num_keys = 0
         self.kv_bytes = 0
@@ -105,7 +107,7 @@ class StepCounters:
         if self.work is None:
             return 0
         return self.work.macs(
-            num_tokens=sum(self.tokens.values()),
+            num_tokens=sum(self.tokens),
             num_logit_rows=self.num_sampled,
             num_keys=self.num_keys,
         )
@@ -125,8 +127,10 @@ class StepCounters:
         self.duration_s.observe((record.end_ns - record.start_ns) / 1e9)
         self.num_tokens.observe(record.num_tokens)
         self.num_sampled += record.num_sampled
+        spent = self.phase_ns
         for name, begin_ns, end_ns in record.phases:
-            self.phase_ns[name] = self.phase_ns.get(name, 0) + end_ns - begin_ns
-        for chunk in record.chunks:
-            self.tokens[Part.RECOMPUTE] += chunk.num_again
-            self.tokens[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+            spent[name] += end_ns - begin_ns
+        tokens = self.tokens
+        for _, _, num_tokens, num_again, new_kind in record.chunks:
+            tokens[Part.RECOMPUTE] += num_again
+            tokens[new_kind] += num_tokens - num_again

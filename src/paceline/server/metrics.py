@@ -128,7 +128,10 @@ class Metrics:
             (name,): ns / 1e9 for name, ns in counters.phase_ns.copy().items()
         }
         yield self._counter("paceline:step_phase_seconds", "Time of steps.", phases, "phase")
-        tokens: Labelled[float] = {(kind.label,): count for kind, count in counters.tokens.items()}
+        tokens: Labelled[float] = {
+            (kind.label,): counters.tokens[kind]
+            for kind in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE)
+        }
         yield self._counter("paceline:step_tokens", "Tokens that steps computed.", tokens, "kind")
         if self.read_bandwidth:
             yield self._gauge(
