@@ -1,0 +1,376 @@
+"""`paceline bench`: load any OpenAI-compatible servers, and say what they deliver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.bench.arrivals import Arrivals, Closed
+    from paceline.bench.load import Limits
+    from paceline.bench.program import Program
+
+TARGETS = "Servers"
+WORK = "Workload"
+LOAD = "Load"
+REPORT = "Report"
+
+app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode="markdown")
+
+
+def _option(panel: str, *flags: str, **settings: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel=panel, show_default=False, **settings)
+
+
+@app.callback()
+def bench(
+    ctx: typer.Context,
+    *,
+    target: Annotated[
+        list[str] | None,
+        _option(TARGETS, "--target", help="URL or name=URL; several are compared in rounds."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        _option(TARGETS, "--model", help="Model to ask for. Default: the first that is listed."),
+    ] = None,
+    endpoint: Annotated[
+        str, _option(TARGETS, "--endpoint", help="chat (default) or completions.")
+    ] = "chat",
+    api_key: Annotated[
+        str | None, _option(TARGETS, "--api-key", help="Bearer token; @FILE reads it from a file.")
+    ] = None,
+    header: Annotated[
+        list[str] | None, _option(TARGETS, "--header", help="A header, as 'Name: value'.")
+    ] = None,
+    body: Annotated[
+        str | None,
+        _option(
+            TARGETS,
+            "--body",
+            help='JSON fields for every request, over our own ({"temperature": 0}).',
+        ),
+    ] = None,
+    workload: Annotated[
+        str,
+        _option(
+            WORK,
+            "--workload",
+            help="synthetic (default), chat, text, conversations, "
+            "shared-prefix, rag, code, batch, tools, mixed or trace, with options as "
+            "name:key=value,…: see docs/bench.md.",
+        ),
+    ] = "synthetic",
+    tokenizer: Annotated[
+        str | None,
+        _option(
+            WORK,
+            "--tokenizer",
+            help="Model whose tokenizer counts tokens: prompts get "
+            "their exact length, and answers without usage are counted.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, _option(WORK, "--seed", help="Same seed, same requests at the same times.")
+    ] = 0,
+    ignore_eos: Annotated[
+        bool | None,
+        _option(
+            WORK,
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for answers of full length. Default: where the workload sets their length.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        _option(
+            LOAD,
+            "--concurrency",
+            min=1,
+            help="Closed loop: so many users at once (1 is the default load).",
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None, _option(LOAD, "--rate", help="Open loop: requests a second.")
+    ] = None,
+    arrival: Annotated[
+        str,
+        _option(
+            LOAD,
+            "--arrival",
+            help="poisson (default), gamma:shape=K (below 1: bursty), "
+            "constant, ramp:to=R,over=60s, replay:file=F,speed=1 or burst (all at once).",
+        ),
+    ] = "poisson",
+    sweep: Annotated[
+        str | None, _option(LOAD, "--sweep", help="Several rates in turn, as 0.5,1,2,4.")
+    ] = None,
+    find_rate: Annotated[
+        bool,
+        _option(LOAD, "--find-rate", help="Search the highest rate that holds the objectives."),
+    ] = False,
+    requests: Annotated[
+        int | None, _option(LOAD, "--requests", min=1, help="End after so many requests.")
+    ] = None,
+    duration: Annotated[
+        str | None,
+        _option(LOAD, "--duration", help="End after so long. Default: 30s, without --requests."),
+    ] = None,
+    warmup: Annotated[
+        str,
+        _option(
+            LOAD,
+            "--warmup",
+            help="A duration (5s) or a number of requests (10) that come "
+            "before and count for nothing.",
+        ),
+    ] = "0",
+    drain: Annotated[
+        str,
+        _option(
+            LOAD,
+            "--drain",
+            help="Wait so long after the end for answers that are still "
+            "coming. Default: 0s; 60s with --find-rate.",
+        ),
+    ] = "0s",
+    timeout: Annotated[
+        str, _option(LOAD, "--timeout", help="A request that takes longer is given up (600s).")
+    ] = "600s",
+    rounds: Annotated[
+        int | None,
+        _option(
+            LOAD,
+            "--rounds",
+            min=1,
+            help="Times that each target gets each load, "
+            "interleaved. Default: 1 for one target, 3 for several.",
+        ),
+    ] = None,
+    slo: Annotated[
+        list[str] | None,
+        _option(
+            REPORT,
+            "--slo",
+            help="Objective, as ttft=300ms,tpot=50ms,itl=200ms,e2e=5s; with "
+            "CLASS: before it for one class of requests. May be given several times.",
+        ),
+    ] = None,
+    at_least: Annotated[
+        str, _option(REPORT, "--at-least", help="Share within the objective for --find-rate (95%).")
+    ] = "95%",
+    price: Annotated[
+        float | None, _option(REPORT, "--price", min=0, help="Cost of the machine an hour.")
+    ] = None,
+    watts: Annotated[
+        float | None, _option(REPORT, "--watts", min=0, help="Power of the machine.")
+    ] = None,
+    as_json: Annotated[
+        bool, _option(REPORT, "--json", help="Print one JSON object instead of tables.")
+    ] = False,
+    log: Annotated[
+        Path | None, _option(REPORT, "--log", help="Write a JSON line a request, and a summary.")
+    ] = None,
+    html: Annotated[
+        Path | None, _option(REPORT, "--html", help="Write a report with plots, one file.")
+    ] = None,
+) -> None:
+    """Load OpenAI-compatible servers and report latency, throughput and goodput.
+
+    Latency counts from the moment a request was due. Failed requests stay in the denominator.
+    Ctrl-C ends the run and reports what was measured.
+
+    **Examples**
+
+    - `paceline bench --target localhost:8000 --concurrency 8 --requests 200`
+
+    - `paceline bench --target localhost:8000 --workload chat --rate 2 --duration 60s --warmup 10s
+      --slo ttft=500ms,tpot=50ms --html report.html`
+
+    - `paceline bench --target localhost:8000 --find-rate --slo ttft=500ms --at-least 95%`
+
+    - `paceline bench --target a=localhost:8000 --target b=localhost:9000 --sweep 1,2 --rounds 5`
+
+    - `paceline bench offline smollm2-135m --batch 1,8,32`
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from paceline.bench.objective import parse_objectives
+    from paceline.bench.program import Program
+    from paceline.bench.prose import token_counter
+    from paceline.bench.stage import Plan
+    from paceline.bench.summary import Price
+    from paceline.bench.target import parse_target
+    from paceline.bench.workloads import build_workload
+
+    urls = [parse_target(text) for text in target or ()]
+    if not urls:
+        raise ParameterError(
+            "no server is named: give --target http://localhost:8000, or several to compare them"
+        )
+    names = [name for name, _ in urls]
+    if len(set(names)) < len(names):
+        raise ParameterError("two targets have one name: write --target NAME=URL")
+    if endpoint not in ("chat", "completions"):
+        raise ParameterError(f"--endpoint is {endpoint!r}: choose chat or completions")
+    count_tokens = None if tokenizer is None else token_counter(tokenizer)
+    built = build_workload(workload, count_tokens=count_tokens)
+    limits = _limits(requests, duration, warmup, drain, timeout, is_search=find_rate)
+    plan = Plan(
+        workload=built,
+        objectives=parse_objectives(slo or ()),
+        limits=limits,
+        seed=str(seed),
+        count_tokens=count_tokens,
+        price=Price(per_hour=price, watts=watts),
+    )
+    if find_rate and not plan.objectives:
+        raise ParameterError("--find-rate needs an objective: give --slo ttft=500ms,tpot=50ms")
+    program = Program(
+        urls=urls,
+        plan=plan,
+        num_rounds=rounds or (3 if len(urls) > 1 else 1),
+        model=model,
+        endpoint="chat" if endpoint == "chat" else "completions",
+        headers=_headers(api_key, header or ()),
+        fields=_fields(body),
+        ignores_eos=built.fixes_length if ignore_eos is None else ignore_eos,
+        at_least=_share(at_least),
+        config={
+            "workload": workload, "seed": seed, "concurrency": concurrency, "rate": rate,
+            "arrival": arrival, "sweep": sweep, "requests": requests, "duration": duration,
+            "warmup": warmup, "drain": drain, "slo": slo, "tokenizer": tokenizer,
+        },
+        **_loads(concurrency, rate, arrival, sweep, find_rate=find_rate),
+    )  # fmt: skip
+    _run_and_report(program, as_json=as_json, log=log, html=html)
+
+
+def _run_and_report(
+    program: Program, *, as_json: bool, log: Path | None, html: Path | None
+) -> None:
+    import json
+
+    from rich.console import Console
+
+    from paceline.bench.program import run_program
+    from paceline.bench.terminal import LiveLine, print_report
+
+    with LiveLine() as line:
+        result = run_program(program, log=log, on_progress=line.update)
+    if html is not None:
+        from paceline.bench.html import write_html
+
+        write_html(html, result)
+    if as_json:
+        print(json.dumps(result.document, ensure_ascii=False))
+    else:
+        print_report(result.document, Console(soft_wrap=True))
+
+
+def _loads(
+    concurrency: int | None, rate: str | None, arrival: str, sweep: str | None, *, find_rate: bool
+) -> dict[str, Any]:
+    """Return the part of a Program that says how requests come."""
+    from paceline.bench.arrivals import Closed, build_arrivals
+    from paceline.bench.units import parse_positive
+
+    given = None if rate is None else parse_positive(rate, "--rate")
+    is_open = given is not None or sweep is not None or find_rate or arrival != "poisson"
+    if concurrency is not None and is_open:
+        raise ParameterError(
+            "--concurrency is a closed loop: leave out --rate, --sweep, --find-rate and --arrival"
+        )
+    if not is_open:
+        return {"loads": [({}, Closed(concurrency or 1))]}
+    if find_rate:
+        if sweep is not None:
+            raise ParameterError("--find-rate chooses its own rates: leave out --sweep")
+        at: Callable[[float], Arrivals] = lambda r: build_arrivals(arrival, r)  # noqa: E731
+        return {"search_from": given or 1.0, "arrivals_at": at}
+    loads: list[tuple[dict[str, Any], Arrivals | Closed]] = []
+    if sweep is not None:
+        if given is not None:
+            raise ParameterError("--sweep has its own rates: leave out --rate")
+        for text in sweep.split(","):
+            value = parse_positive(text, "--sweep")
+            loads.append(({"rate": value}, build_arrivals(arrival, value)))
+        return {"loads": loads}
+    labels = {} if given is None else {"rate": given}
+    return {"loads": [(labels, build_arrivals(arrival, given))]}
+
+
+def _limits(
+    requests: int | None,
+    duration: str | None,
+    warmup: str,
+    drain: str,
+    timeout: str,
+    *,
+    is_search: bool,
+) -> Limits:
+    from paceline.bench.load import Limits
+    from paceline.bench.units import parse_duration
+
+    if is_search and requests is not None:
+        raise ParameterError("--find-rate takes the length of a stage from --duration")
+    if duration is None and requests is None:
+        duration = "30s"
+    is_count = warmup.isdecimal()
+    return Limits(
+        num_requests=requests,
+        duration_s=None if duration is None else parse_duration(duration),
+        warmup_s=0.0 if is_count else parse_duration(warmup),
+        warmup_requests=int(warmup) if is_count else 0,
+        drain_s=parse_duration(drain),
+        timeout_s=parse_duration(timeout),
+    )
+
+
+def _headers(api_key: str | None, headers: list[str] | tuple[()]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in headers:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip() or "\n" in text or "\r" in text:
+            raise ParameterError(f"--header is {text!r}: write 'Name: value'")
+        found[name.strip()] = value.strip()
+    if api_key is not None:
+        if api_key.startswith("@"):
+            try:
+                api_key = Path(api_key[1:]).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ParameterError(f"--api-key {api_key}: {error.strerror}") from None
+        found["Authorization"] = f"Bearer {api_key}"
+    return found
+
+
+def _fields(body: str | None) -> dict[str, Any]:
+    """Return what goes into every request: greedy, unless the user says otherwise."""
+    import json
+
+    fields: dict[str, Any] = {"temperature": 0}
+    if body is not None:
+        try:
+            given = json.loads(body)
+        except ValueError as error:
+            raise ParameterError(f"--body is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ParameterError("--body must be a JSON object, such as '{\"temperature\": 1}'")
+        fields.update(given)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _share(text: str) -> float:
+    from paceline.bench.units import parse_positive
+
+    value = parse_positive(text.removesuffix("%"), "--at-least")
+    value = value / 100 if text.endswith("%") else value
+    if value > 1:
+        raise ParameterError(f"--at-least is {text}: write a share such as 95% or 0.95")
+    return value
