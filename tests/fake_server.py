@@ -117,6 +117,8 @@ class FakeServer:
             writer.write(_head(script.status, headers))
             for at_ms, data in script.steps:
                 await _sleep_until(served.came_at + at_ms / 1e3)
+                if served.left_at is not None:
+                    return
                 writer.write(b"%x\r\n%b\r\n" % (len(data), data))
                 served.written_at.append(time.perf_counter())
             if script.end == "hang":

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -61,7 +62,7 @@ def parse_target(text: str) -> tuple[str, str]:
     """Split "name=URL" into its parts; without a name the URL's host and port are it."""
     name, equals, url = text.partition("=")
     if not equals or "/" in name or ":" in name:
-        return Origin.parse(text).url.split("://")[1].removesuffix("/v1"), text
+        return urlsplit(text if "://" in text else f"http://{text}").netloc or text, text
     if not name or not url:
         raise ParameterError(f"--target is {text!r}: write URL or name=URL")
     return name, url

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -267,3 +268,53 @@ def _print_search(search: dict[str, Any], console: Console) -> None:
             f"{search['rate']:.3g} requests/s ({edge})"
         )
     console.print(text, style="bold", highlight=False)
+
+
+@contextmanager
+def offline_status() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what runs now, on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("loading") as status:
+        yield lambda text: status.update(text)
+
+
+def print_offline(document: dict[str, Any]) -> None:
+    """Print the rows of `paceline bench offline`: medians, and ranges over the rounds."""
+    console = Console(soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for title in ("batch", "input", "output", "TTFT", "prefill tok/s", "decode tok/s",
+                  "a stream", "output tok/s", "total tok/s"):  # fmt: skip
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in document["rows"]:
+        decode = row["decode_tokens_per_s"]
+        table.add_row(
+            str(row["batch"]),
+            str(row["input_tokens"]),
+            str(row["output_tokens"]),
+            format_ms(row["ttft_s"]["median"]),
+            _with_range(row["prefill_tokens_per_s"]),
+            _with_range(decode),
+            "-" if decode is None else f"{decode['median'] / row['batch']:.1f}",
+            f"{row['output_tokens_per_s']['median']:.1f}",
+            f"{row['total_tokens_per_s']['median']:.1f}",
+        )
+    console.print(
+        f"{document['model']}, {document['isa']}, {document['num_threads']} threads",
+        highlight=False,
+    )
+    console.print(table)
+    if document["preemptions"]:
+        console.print(
+            f"{document['preemptions']} preemptions: the KV cache did not hold the batch; raise "
+            "--kv-memory",
+            style="yellow",
+        )
+
+
+def _with_range(figure: dict[str, float] | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure['median']:.1f} ({figure['low']:.1f} to {figure['high']:.1f})"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.bench_offline import offline
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ TARGETS = "Servers"
 WORK = "Workload"
 LOAD = "Load"
 REPORT = "Report"
+_FILE_COLUMNS = 200
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode="markdown")
+app.command("offline")(offline)
 
 
 def _option(panel: str, *flags: str, **settings: Any) -> Any:
@@ -271,7 +274,10 @@ def _run_and_report(
     if as_json:
         print(json.dumps(result.document, ensure_ascii=False))
     else:
-        print_report(result.document, Console(soft_wrap=True))
+        console = Console(soft_wrap=True)
+        if not console.is_terminal:  # a file has no edge at which tables must fold
+            console.width = _FILE_COLUMNS
+        print_report(result.document, console)
 
 
 def _loads(
