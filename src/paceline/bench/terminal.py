@@ -19,7 +19,16 @@ from paceline.bench.load import Load
 from paceline.bench.units import format_ms
 
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
+_FILE_COLUMNS = 200
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+
+
+def report_console() -> Console:
+    """Return the console of a report: a file has no edge at which tables must fold."""
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    return console
 
 
 class LiveLine:
@@ -283,7 +292,7 @@ def offline_status() -> Iterator[Callable[[str], None]]:
 
 def print_offline(document: dict[str, Any]) -> None:
     """Print the rows of `paceline bench offline`: medians, and ranges over the rounds."""
-    console = Console(soft_wrap=True)
+    console = report_console()
     table = Table(box=None, pad_edge=False)
     for title in ("batch", "input", "output", "TTFT", "prefill tok/s", "decode tok/s",
                   "a stream", "output tok/s", "total tok/s"):  # fmt: skip

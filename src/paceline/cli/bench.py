@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.bench_offline import offline
+from paceline.cli.bench_values import (
+    check_names,
+    read_endpoint,
+    read_fields,
+    read_headers,
+    read_limits,
+    read_loads,
+    read_share,
+    server_settings,
+)
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paceline.bench.arrivals import Arrivals, Closed
-    from paceline.bench.load import Limits
     from paceline.bench.program import Program
 
 TARGETS = "Servers"
 WORK = "Workload"
 LOAD = "Load"
 REPORT = "Report"
-_FILE_COLUMNS = 200
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode="markdown")
 app.command("offline")(offline)
@@ -39,6 +45,39 @@ def bench(
         list[str] | None,
         _option(TARGETS, "--target", help="URL or name=URL; several are compared in rounds."),
     ] = None,
+    serve: Annotated[
+        str | None,
+        _option(TARGETS, "--serve", help="Start `paceline serve` on this model, and measure it."),
+    ] = None,
+    serve_arguments: Annotated[
+        str, _option(TARGETS, "--serve-with", help="More options of `paceline serve`, in quotes.")
+    ] = "",
+    peer: Annotated[
+        list[str] | None,
+        _option(
+            TARGETS,
+            "--peer",
+            help="Start llama.cpp, openvino or transformers on the same "
+            "model and threads, and compare. Needs --serve or --peer-model.",
+        ),
+    ] = None,
+    peer_model: Annotated[
+        str | None, _option(TARGETS, "--peer-model", help="Model of the peers, without --serve.")
+    ] = None,
+    peer_python: Annotated[
+        list[str] | None,
+        _option(TARGETS, "--peer-python", help="NAME=PATH: the Python that has that peer."),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        _option(TARGETS, "--threads", min=1, help="Threads of the servers that are started."),
+    ] = None,
+    slots: Annotated[
+        int, _option(TARGETS, "--slots", min=1, help="Streams at once in a peer (8).")
+    ] = 8,
+    context: Annotated[
+        int, _option(TARGETS, "--context", min=256, help="Tokens of a stream in a peer (8192).")
+    ] = 8192,
     model: Annotated[
         str | None,
         _option(TARGETS, "--model", help="Model to ask for. Default: the first that is listed."),
@@ -207,28 +246,22 @@ def bench(
     from paceline.bench.objective import parse_objectives
     from paceline.bench.program import Program
     from paceline.bench.prose import token_counter
+    from paceline.bench.servers import running
     from paceline.bench.stage import Plan
     from paceline.bench.summary import Price
     from paceline.bench.target import parse_target
     from paceline.bench.workloads import build_workload
 
     urls = [parse_target(text) for text in target or ()]
-    if not urls:
-        raise ParameterError(
-            "no server is named: give --target http://localhost:8000, or several to compare them"
-        )
-    names = [name for name, _ in urls]
-    if len(set(names)) < len(names):
-        raise ParameterError("two targets have one name: write --target NAME=URL")
-    if endpoint not in ("chat", "completions"):
-        raise ParameterError(f"--endpoint is {endpoint!r}: choose chat or completions")
+    started = ["paceline"] if serve is not None else []
+    started += peer or []
+    check_names([name for name, _ in urls] + started, peer or ())
     count_tokens = None if tokenizer is None else token_counter(tokenizer)
     built = build_workload(workload, count_tokens=count_tokens)
-    limits = _limits(requests, duration, warmup, drain, timeout, is_search=find_rate)
     plan = Plan(
         workload=built,
         objectives=parse_objectives(slo or ()),
-        limits=limits,
+        limits=read_limits(requests, duration, warmup, drain, timeout, is_search=find_rate),
         seed=str(seed),
         count_tokens=count_tokens,
         price=Price(per_hour=price, watts=watts),
@@ -238,21 +271,28 @@ def bench(
     program = Program(
         urls=urls,
         plan=plan,
-        num_rounds=rounds or (3 if len(urls) > 1 else 1),
+        num_rounds=rounds or (3 if len(urls) + len(started) > 1 else 1),
         model=model,
-        endpoint="chat" if endpoint == "chat" else "completions",
-        headers=_headers(api_key, header or ()),
-        fields=_fields(body),
+        endpoint=read_endpoint(endpoint),
+        headers=read_headers(api_key, header or ()),
+        fields=read_fields(body),
         ignores_eos=built.fixes_length if ignore_eos is None else ignore_eos,
-        at_least=_share(at_least),
+        at_least=read_share(at_least),
         config={
             "workload": workload, "seed": seed, "concurrency": concurrency, "rate": rate,
             "arrival": arrival, "sweep": sweep, "requests": requests, "duration": duration,
             "warmup": warmup, "drain": drain, "slo": slo, "tokenizer": tokenizer,
+            "serve": serve, "serve_with": serve_arguments, "peers": peer, "threads": threads,
         },
-        **_loads(concurrency, rate, arrival, sweep, find_rate=find_rate),
+        **read_loads(concurrency, rate, arrival, sweep, find_rate=find_rate),
     )  # fmt: skip
-    _run_and_report(program, as_json=as_json, log=log, html=html)
+    with ExitStack() as stack:
+        if started:
+            settings = server_settings(
+                serve or peer_model, serve_arguments, peer_python or (), threads, slots, context
+            )
+            urls += stack.enter_context(running(started, settings))
+        _run_and_report(program, as_json=as_json, log=log, html=html)
 
 
 def _run_and_report(
@@ -260,10 +300,8 @@ def _run_and_report(
 ) -> None:
     import json
 
-    from rich.console import Console
-
     from paceline.bench.program import run_program
-    from paceline.bench.terminal import LiveLine, print_report
+    from paceline.bench.terminal import LiveLine, print_report, report_console
 
     with LiveLine() as line:
         result = run_program(program, log=log, on_progress=line.update)
@@ -274,109 +312,4 @@ def _run_and_report(
     if as_json:
         print(json.dumps(result.document, ensure_ascii=False))
     else:
-        console = Console(soft_wrap=True)
-        if not console.is_terminal:  # a file has no edge at which tables must fold
-            console.width = _FILE_COLUMNS
-        print_report(result.document, console)
-
-
-def _loads(
-    concurrency: int | None, rate: str | None, arrival: str, sweep: str | None, *, find_rate: bool
-) -> dict[str, Any]:
-    """Return the part of a Program that says how requests come."""
-    from paceline.bench.arrivals import Closed, build_arrivals
-    from paceline.bench.units import parse_positive
-
-    given = None if rate is None else parse_positive(rate, "--rate")
-    is_open = given is not None or sweep is not None or find_rate or arrival != "poisson"
-    if concurrency is not None and is_open:
-        raise ParameterError(
-            "--concurrency is a closed loop: leave out --rate, --sweep, --find-rate and --arrival"
-        )
-    if not is_open:
-        return {"loads": [({}, Closed(concurrency or 1))]}
-    if find_rate:
-        if sweep is not None:
-            raise ParameterError("--find-rate chooses its own rates: leave out --sweep")
-        at: Callable[[float], Arrivals] = lambda r: build_arrivals(arrival, r)  # noqa: E731
-        return {"search_from": given or 1.0, "arrivals_at": at}
-    loads: list[tuple[dict[str, Any], Arrivals | Closed]] = []
-    if sweep is not None:
-        if given is not None:
-            raise ParameterError("--sweep has its own rates: leave out --rate")
-        for text in sweep.split(","):
-            value = parse_positive(text, "--sweep")
-            loads.append(({"rate": value}, build_arrivals(arrival, value)))
-        return {"loads": loads}
-    labels = {} if given is None else {"rate": given}
-    return {"loads": [(labels, build_arrivals(arrival, given))]}
-
-
-def _limits(
-    requests: int | None,
-    duration: str | None,
-    warmup: str,
-    drain: str,
-    timeout: str,
-    *,
-    is_search: bool,
-) -> Limits:
-    from paceline.bench.load import Limits
-    from paceline.bench.units import parse_duration
-
-    if is_search and requests is not None:
-        raise ParameterError("--find-rate takes the length of a stage from --duration")
-    if duration is None and requests is None:
-        duration = "30s"
-    is_count = warmup.isdecimal()
-    return Limits(
-        num_requests=requests,
-        duration_s=None if duration is None else parse_duration(duration),
-        warmup_s=0.0 if is_count else parse_duration(warmup),
-        warmup_requests=int(warmup) if is_count else 0,
-        drain_s=parse_duration(drain),
-        timeout_s=parse_duration(timeout),
-    )
-
-
-def _headers(api_key: str | None, headers: list[str] | tuple[()]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in headers:
-        name, colon, value = text.partition(":")
-        if not colon or not name.strip() or "\n" in text or "\r" in text:
-            raise ParameterError(f"--header is {text!r}: write 'Name: value'")
-        found[name.strip()] = value.strip()
-    if api_key is not None:
-        if api_key.startswith("@"):
-            try:
-                api_key = Path(api_key[1:]).read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise ParameterError(f"--api-key {api_key}: {error.strerror}") from None
-        found["Authorization"] = f"Bearer {api_key}"
-    return found
-
-
-def _fields(body: str | None) -> dict[str, Any]:
-    """Return what goes into every request: greedy, unless the user says otherwise."""
-    import json
-
-    fields: dict[str, Any] = {"temperature": 0}
-    if body is not None:
-        try:
-            given = json.loads(body)
-        except ValueError as error:
-            raise ParameterError(f"--body is no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise ParameterError("--body must be a JSON object, such as '{\"temperature\": 1}'")
-        fields.update(given)
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-def _share(text: str) -> float:
-    from paceline.bench.units import parse_positive
-
-    value = parse_positive(text.removesuffix("%"), "--at-least")
-    value = value / 100 if text.endswith("%") else value
-    if value > 1:
-        raise ParameterError(f"--at-least is {text}: write a share such as 95% or 0.95")
-    return value
+        print_report(result.document, report_console())
