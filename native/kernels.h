@@ -47,9 +47,19 @@ struct KVLayout {        // K: [block][kv_head][head_dim][block_size]; V: [block
   int block_size = 16, kv_heads = 0, head_dim = 0;
   Format dtype = Format::f16;
 };
+// A context is attended in segments of so many keys, each with a softmax of its own, merged in their order. So threads
+// can share a long context (Flash-Decoding, Dao 2023), and a row's bits do not depend on whether they do (law 1).
+constexpr int kAttendSegment = 512;
 struct AttendItem {
-  int32_t seq, kv_head, row_begin, row_end;
-};  // rows are step rows of one sequence
+  int32_t seq, kv_head, row_begin, row_end;  // rows are step rows of one sequence
+  int32_t segment = -1, split = -1;          // -1: all segments; else one of them, and the index of its split
+};
+struct AttendSplit {  // an item cut into its segments, from that of the first key on; the last one done merges them
+  int32_t segments, first_row;  // partials are rows [segment][query row] from first_row on
+  int32_t left;                 // segments to come
+};
+// Floats of a partial row: its maximum and sum, then its output.
+static constexpr size_t attend_partial_floats(int head_dim) { return 16 + (size_t(head_dim) + 15) / 16 * 16; }
 // Rows of an item at most: about 48 query rows reuse a tile of K and V, and long prompts still make many items.
 static constexpr int attend_row_tile(int group) { return group < 48 ? 48 / group : 1; }
 struct Step {
@@ -59,6 +69,8 @@ struct Step {
   const uint64_t* tree = nullptr;
   const AttendItem* items = nullptr;  // one work list a step, longest first, shared by all layers
   int num_items = 0;
+  AttendSplit* splits = nullptr;
+  float* partials = nullptr;
   KVLayout kv;
   uint8_t** scratch = nullptr;  // [thread] private scratch, scratch_bytes each, 64-byte aligned
   size_t scratch_bytes = 0;

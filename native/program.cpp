@@ -100,9 +100,7 @@ void Program::add_op(const Op& op) {
     need = table_.attend_scratch(op);
     attend_group_ = std::max(attend_group_, op.heads / op.kv_heads);
     size_t tile = size_t(attend_row_tile(attend_group_));
-    size_t most = (size_t(limits_.max_tokens) / tile + size_t(limits_.max_seqs)) * size_t(kv_shape_.kv_heads);
-    items_.reserve(most);
-    costs_.reserve(most);
+    attention_.reserve((size_t(limits_.max_tokens) / tile + size_t(limits_.max_seqs)) * size_t(kv_shape_.kv_heads));
   } else if (op.code == OpCode::rms_norm) {
     need = size_t(op.in[0].cols) * 4;
   }
@@ -158,25 +156,6 @@ void Program::check_tree(const StepArrays& a) const {
   }
 }
 
-// The step's attention items, longest first: what is left at the end is short.
-void Program::list_attention(const StepArrays& a) {
-  costs_.clear();
-  items_.clear();
-  int tile = attend_row_tile(attend_group_);
-  for (int b = 0; b < a.B; b++) {
-    int first = a.seqs[3 * b], rows = a.seqs[3 * b + 1], ctx = a.seqs[3 * b + 2];
-    for (int begin = 0; begin < rows; begin += tile) {
-      int end = std::min(begin + tile, rows);
-      int64_t cost = int64_t(end - begin) * (ctx + end);
-      for (int g = 0; g < kv_shape_.kv_heads; g++) costs_.push_back({cost, {b, g, first + begin, first + end}});
-    }
-  }
-  std::sort(costs_.begin(), costs_.end(), [](const auto& x, const auto& y) { return x.first > y.first; });
-  for (const auto& [cost, item] : costs_) items_.push_back(item);
-  step_.items = items_.data();
-  step_.num_items = int(items_.size());
-}
-
 void Program::run_op(int index, int thread) {
   const Op& op = ops_[size_t(index)];
   if (thread == 0 && is_profiling_) time_op(index);
@@ -220,7 +199,8 @@ void Program::forward(const StepArrays& a) {
   step_.tree = a.tree;
   step_.scratch = scratch_of_thread_.data();
   step_.scratch_bytes = scratch_bytes_;
-  list_attention(a);
+  attention_.build(step_.seqs, a.B, a.tree, kv_shape_.kv_heads, attend_group_, kv_shape_.head_dim, pool_.num_threads());
+  attention_.give(step_);
   if (is_profiling_) time_op(0);  // also where other threads finish ops before this one comes
   pool_.run(
       int(ops_.size()), [](void* self, int op, int thread) { static_cast<Program*>(self)->run_op(op, thread); }, this);

@@ -1,4 +1,5 @@
-// A lowered plan with its memory: runs one step a call, on the pool's threads, without allocating.
+// A lowered plan with its memory: runs one step a call, on the pool's threads. It allocates only for contexts longer
+// than any before.
 #pragma once
 #include <chrono>
 #include <memory>
@@ -6,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_list.h"
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -76,7 +78,6 @@ class Program {
   void check(const StepArrays& arrays) const;
   void check_seqs(const StepArrays& arrays) const;
   void check_tree(const StepArrays& arrays) const;
-  void list_attention(const StepArrays& arrays);
   void run_op(int index, int thread);
   void time_op(int index);
   template <class F>
@@ -93,8 +94,7 @@ class Program {
   std::unique_ptr<Counter[]> counters_;
   size_t num_counters_ = 0;
   int attend_group_ = 1;
-  std::vector<std::pair<int64_t, AttendItem>> costs_;
-  std::vector<AttendItem> items_;
+  AttentionList attention_;
   std::unique_ptr<Mapping> scratch_;
   std::vector<uint8_t*> scratch_of_thread_;
   size_t scratch_bytes_ = 0;

@@ -243,6 +243,34 @@ PL_INLINE void store_bf16(uint16_t* p, f32x16 a) {
   }
 }
 // ((l0+l8)+(l4+l12)) + ((l2+l10)+(l6+l14)) + ...: halves are added until one is left, on every ISA.
+#if defined(PL_ISA_avx2) || defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
+PL_INLINE __m256 low_half(f32x16 a) {
+#ifdef PL_ISA_avx2
+  return a.lo;
+#else
+  return _mm512_castps512_ps256(a.v);
+#endif
+}
+PL_INLINE __m256 high_half(f32x16 a) {
+#ifdef PL_ISA_avx2
+  return a.hi;
+#else
+  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+#endif
+}
+PL_INLINE float reduce_add(f32x16 a) {
+  __m256 v = _mm256_add_ps(low_half(a), high_half(a));
+  __m128 w = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  w = _mm_add_ps(w, _mm_movehl_ps(w, w));
+  return _mm_cvtss_f32(_mm_add_ss(w, _mm_movehdup_ps(w)));
+}
+PL_INLINE float reduce_max(f32x16 a) {
+  __m256 v = _mm256_max_ps(low_half(a), high_half(a));
+  __m128 w = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  w = _mm_max_ps(w, _mm_movehl_ps(w, w));
+  return _mm_cvtss_f32(_mm_max_ss(w, _mm_movehdup_ps(w)));
+}
+#else
 PL_INLINE float reduce_add(f32x16 a) {
   float f[16];
   store(f, a);
@@ -257,6 +285,7 @@ PL_INLINE float reduce_max(f32x16 a) {
     for (int i = 0; i < w; i++) f[i] = f[i] > f[i + w] ? f[i] : f[i + w];
   return f[0];
 }
+#endif
 // e^x within 2 ulp; 0 below -87.3, 2^127-scaled saturation above 88. exp(0) is exactly 1.
 PL_INLINE f32x16 exp(f32x16 x) {
   f32x16 c = min(max(x, set1(-87.33654f)), set1(88.0f));

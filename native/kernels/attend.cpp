@@ -1,8 +1,9 @@
 // Paged attention, one item at a time: some rows of one sequence under one KV head, with all its query heads.
 //
 // A score is one chain of fused multiply-adds along the head, an output column adds p_j * v_j key by key in logical
-// order, and the softmax goes over tiles of 64 logical keys counted from the sequence's first. So a row's bits do not
-// depend on the lane of a key, on the rows beside it, or on whether it is a tree node (law 1).
+// order, and the softmax goes over tiles of 64 logical keys and segments of 512 counted from the sequence's first. So a
+// row's bits do not depend on the lane of a key, on the rows beside it, on the thread that took a segment, or on
+// whether it is a tree node (law 1).
 #include "rows.h"
 
 namespace paceline::PL_ISA {
@@ -10,16 +11,20 @@ namespace {
 
 constexpr int kTile = 64;                 // logical keys between two rescalings
 constexpr int kVectors = 2 * kTile / 16;  // a tree's tail spans at most 63 committed keys and 64 rows
-constexpr int kDirectRows = 8;            // up to so many query rows, 16-bit K and V are not worth unpacking to scratch
+constexpr int kDirectRows = 8;            // up to so many query rows, K and V are not worth unpacking to scratch
 constexpr float kMinusInf = -__builtin_inff();
 
-PL_INLINE f32x16 load_kv(const float* p) { return load(p); }
+PL_INLINE f32x16 load_kv(const float* p) { return load(p); }  // of scratch; the others are of the cache
+struct F32 {
+  float value;
+};
 struct F16 {
   uint16_t bits;
 };
 struct BF16 {
   uint16_t bits;
 };
+PL_INLINE f32x16 load_kv(const F32* p) { return load(&p->value); }
 PL_INLINE f32x16 load_kv(const F16* p) { return load_f16(&p->bits); }
 PL_INLINE f32x16 load_kv(const BF16* p) { return load_bf16(&p->bits); }
 
@@ -28,20 +33,31 @@ template <class E>
 struct Tile {
   const E *k[kVectors], *v[kVectors];
   int k_stride, v_stride;
+  ptrdiff_t k_ahead[kVectors], v_ahead[kVectors];  // bytes from there to the tile that comes next, or 0
 };
 
-// One query row (a token under one query head) and its running softmax.
-struct Row {
+// Fetches what lies `ahead` of p, line by line as this tile is read: a burst would stall the arithmetic.
+template <class E>
+PL_INLINE void fetch(const E* p, ptrdiff_t ahead) {
+  __builtin_prefetch((const char*)p + ahead);
+}
+PL_INLINE void fetch(const float*, ptrdiff_t) {}  // scratch is near
+
+struct Row {       // one query row: a token under one query head
   int begin, end;  // logical keys it sees
+  uint64_t tree;   // which rows of the step it sees, in a sequence of up to 64 rows
+};
+
+struct Softmax {  // of the keys so far; sum is 0 where there were none
   float max, sum;
-  uint64_t tree;  // which rows of the step it sees, in a sequence of up to 64 rows
 };
 
 struct Scratch {
-  float *q, *out;  // [rows][dim_padded]
-  float* p;        // [rows][kTile] scores, then probabilities
-  float* raw;      // [2 * kTile] a row's scores of a tree's tail in physical order
-  float *k, *v;    // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
+  float *q, *out, *total;     // [rows][dim_padded]; out: of this segment, total: of those before
+  float* p;                   // [rows][kTile] scores, then probabilities
+  float* raw;                 // [2 * kTile] a row's scores of a tree's tail in physical order
+  float *k, *v;               // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
+  Softmax *running, *totals;  // of out and of total
   Row* rows;
 };
 
@@ -53,19 +69,27 @@ struct Item {
   int num_rows, dim, dim_padded, group;  // query rows; group: query heads a KV head
 };
 
+// Rows times two vectors of keys use all registers of AVX2: what is broadcast is loaded again rather than kept.
+#define PL_KEEP_NO_LOADS() asm volatile("" ::: "memory")
+
 // scores[r][16 * (first + c) + lane] = q[r] . k over R rows and C vectors of keys.
 template <int R, int C, class E>
 PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int first, int dim, float* scores,
                          int s_stride) {
   f32x16 acc[R][C];
+  const E* k[C];
+  ptrdiff_t ahead[C];
+  for (int c = 0; c < C; c++) k[c] = tile.k[first + c], ahead[c] = tile.k_ahead[first + c];
+  const size_t stride = size_t(tile.k_stride);
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
   for (int d = 0; d < dim; d++) {
-    f32x16 k[C];
-    for (int c = 0; c < C; c++) k[c] = load_kv(tile.k[first + c] + size_t(d) * size_t(tile.k_stride));
-    for (int r = 0; r < R; r++) {
-      f32x16 x = set1(q[r * q_stride + d]);
-      for (int c = 0; c < C; c++) acc[r][c] = fma(x, k[c], acc[r][c]);
+    for (int c = 0; c < C; c++) {
+      const E* at = k[c] + size_t(d) * stride;
+      fetch(at, ahead[c]);
+      const f32x16 x = load_kv(at);
+      for (int r = 0; r < R; r++) acc[r][c] = fma(set1(q[r * q_stride + d]), x, acc[r][c]);
+      if (c + 1 < C) PL_KEEP_NO_LOADS();
     }
   }
   for (int r = 0; r < R; r++)
@@ -88,13 +112,18 @@ PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end
   f32x16 acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = load(out + r * o_stride + col + 16 * c);
-  for (int key = begin; key < end; key++) {
-    const E* v = tile.v[key / 16] + size_t(key % 16) * size_t(tile.v_stride) + col;
-    f32x16 x[C];
-    for (int c = 0; c < C; c++) x[c] = load_kv(v + 16 * c);
-    for (int r = 0; r < R; r++) {
-      f32x16 weight = set1(p[r * kTile + key]);
-      for (int c = 0; c < C; c++) acc[r][c] = fma(weight, x[c], acc[r][c]);
+  const size_t stride = size_t(tile.v_stride);
+  for (int i = begin / 16; i * 16 < end; i++) {
+    const int from = max_int(begin, 16 * i), to = min_int(end, 16 * i + 16);
+    const E* v = tile.v[i] + size_t(from - 16 * i) * stride + col;
+    const ptrdiff_t ahead = tile.v_ahead[i];
+    for (int key = from; key < to; key++, v += stride) {
+      for (int c = 0; c < C; c++) {
+        fetch(v + 16 * c, ahead);
+        const f32x16 x = load_kv(v + 16 * c);
+        for (int r = 0; r < R; r++) acc[r][c] = fma(set1(p[r * kTile + key]), x, acc[r][c]);
+        if (c + 1 < C) PL_KEEP_NO_LOADS();
+      }
     }
   }
   for (int r = 0; r < R; r++)
@@ -128,6 +157,16 @@ void point_tile(const Item& it, int first, int keys, Tile<E>& tile) {
   tile.v_stride = it.dim;
 }
 
+// Says how far the tile that comes next is, of which num_next keys count: it is fetched while this one is read.
+template <class E>
+void aim_ahead(Tile<E>& tile, const Tile<E>& next, int num_next) {
+  for (int i = 0; i < kVectors; i++) {
+    const bool is_wanted = i * 16 < num_next;
+    tile.k_ahead[i] = is_wanted ? (const char*)next.k[i] - (const char*)tile.k[i] : 0;
+    tile.v_ahead[i] = is_wanted ? (const char*)next.v[i] - (const char*)tile.v[i] : 0;
+  }
+}
+
 // Unpacks a tile of at most kTile keys to float scratch.
 template <class E>
 void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to) {
@@ -135,32 +174,45 @@ void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to)
   to.v_stride = it.dim_padded;
   for (int i = 0; i * 16 < keys; i++) {
     float *k = it.s.k + 16 * i, *v = it.s.v + size_t(16 * i) * size_t(it.dim_padded);
-    for (int d = 0; d < it.dim; d++) store(k + d * kTile, load_kv(from.k[i] + size_t(d) * size_t(from.k_stride)));
+    for (int d = 0; d < it.dim; d++) {
+      const E* at = from.k[i] + size_t(d) * size_t(from.k_stride);
+      fetch(at, from.k_ahead[i]);
+      store(k + d * kTile, load_kv(at));
+    }
     for (int key = 0; key < min_int(16, keys - 16 * i); key++) {
-      for (int d = 0; d < it.dim; d += 16) store(v + key * it.dim_padded + d, load_kv(from.v[i] + key * it.dim + d));
+      for (int d = 0; d < it.dim; d += 16) {
+        const E* at = from.v[i] + key * it.dim + d;
+        fetch(at, from.v_ahead[i]);
+        store(v + key * it.dim_padded + d, load_kv(at));
+      }
     }
     to.k[i] = k;
     to.v[i] = v;
   }
 }
 
-// Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far.
-// The row sees keys [begin, end) of the tile; the others get exactly 0.
+// Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far. The
+// row sees keys [begin, end) of the tile; the others get exactly 0.
 __attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
-  Row& state = it.s.rows[row];
+  Softmax& state = it.s.running[row];
   float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
-  f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
-  for (int i = begin / 16 * 16; i < end; i += 16) {
-    f32x16 s = mul(load(p + i), factor);
-    store(p + i, it.op.softcap > 0 ? mul(tanh(div(s, cap)), cap) : s);
-  }
-  for (int i = 0; i < begin; i++) p[i] = kMinusInf;
-  for (int i = end; i < kTile; i++) p[i] = kMinusInf;
-  f32x16 top = max(max(load(p), load(p + 16)), max(load(p + 32), load(p + 48)));
-  float tile_max = reduce_max(top), new_max = tile_max > state.max ? tile_max : state.max;
+  const f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
   f32x16 x[4];
+  if (begin == 0 && end == kTile && it.op.softcap == 0) {
+    for (int i = 0; i < 4; i++) x[i] = mul(load(p + 16 * i), factor);
+  } else {
+    for (int i = begin / 16 * 16; i < end; i += 16) {
+      f32x16 s = mul(load(p + i), factor);
+      store(p + i, it.op.softcap > 0 ? mul(tanh(div(s, cap)), cap) : s);
+    }
+    for (int i = 0; i < begin; i++) p[i] = kMinusInf;
+    for (int i = end; i < kTile; i++) p[i] = kMinusInf;
+    for (int i = 0; i < 4; i++) x[i] = load(p + 16 * i);
+  }
+  float tile_max = reduce_max(max(max(x[0], x[1]), max(x[2], x[3]))),
+        new_max = tile_max > state.max ? tile_max : state.max;
   for (int i = 0; i < 4; i++) {
-    x[i] = exp(sub(load(p + 16 * i), set1(new_max)));
+    x[i] = exp(sub(x[i], set1(new_max)));
     store(p + 16 * i, x[i]);
   }
   float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));
@@ -174,6 +226,32 @@ __attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, 
   state.sum = __builtin_fmaf(state.sum, first[0], tile_sum);
   state.max = new_max;
   for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
+}
+
+// total = total (+) one segment: `state` and its `out`. Called in the order of the segments.
+void merge_segment(const Item& it, int row, const Softmax& state, const float* out) {
+  if (state.sum == 0) return;
+  Softmax& sofar = it.s.totals[row];
+  float* total = it.s.total + size_t(row) * size_t(it.dim_padded);
+  if (sofar.sum == 0) {
+    sofar = state;
+    std::memcpy(total, out, size_t(it.dim_padded) * 4);
+    return;
+  }
+  float top = sofar.max > state.max ? sofar.max : state.max, factor[16], weight[16];
+  f32x16 a = exp(set1(sofar.max - top)), b = exp(set1(state.max - top));
+  store(factor, a);
+  store(weight, b);
+  sofar = {top, __builtin_fmaf(sofar.sum, factor[0], state.sum * weight[0])};
+  for (int d = 0; d < it.dim_padded; d += 16) store(total + d, fma(load(total + d), a, mul(load(out + d), b)));
+}
+
+// Ends a row's segment and begins the next one.
+void close_segment(const Item& it, int row) {
+  float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  merge_segment(it, row, it.s.running[row], out);
+  it.s.running[row] = {kMinusInf, 0.0f};
+  for (int d = 0; d < it.dim_padded; d += 16) store(out + d, set1(0.0f));
 }
 
 // One row's share of a tile that its neighbours do not see.
@@ -210,7 +288,8 @@ void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
 template <class E>
 void attend_tile(const Item& it, const Tile<E>& tile, int first) {
   int row = 0;
-  for (; row + 6 <= it.num_rows; row += 6) attend_block<6>(it, tile, row, first);
+  // The last 7 and 8 rows go as 4 + 3 and 4 + 4: one or two rows alone would load all keys again for little work.
+  for (; it.num_rows - row >= 9 || it.num_rows - row == 6; row += 6) attend_block<6>(it, tile, row, first);
   for (; row + 4 <= it.num_rows; row += 4) attend_block<4>(it, tile, row, first);
   for (; row + 3 <= it.num_rows; row += 3) attend_block<3>(it, tile, row, first);
   for (; row + 2 <= it.num_rows; row += 2) attend_block<2>(it, tile, row, first);
@@ -232,6 +311,7 @@ void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, in
   for (int tile_begin = 0; tile_begin < count; tile_begin += kTile) {
     int begin = max_int(state.begin - first - tile_begin, 0), end = min_int(count - tile_begin, kTile);
     if (begin >= end) continue;
+    if ((first + tile_begin) % kAttendSegment == 0) close_segment(it, row);
     for (int i = 0; i < kTile; i++) p[i] = i < end ? raw[physical[tile_begin + i]] : 0.0f;
     softmax_tile(it, row, begin, end);
     for (int i = begin; i < end; i++) {
@@ -256,7 +336,8 @@ bool begin_rows(const Item& it, int& first_key, int& end_key) {
     if (mask == 0 && own < 64) mask = (uint64_t(2) << own) - 1;  // causal
     int end = seq.ctx_len + (mask ? __builtin_popcountll(mask) : own + 1);
     int begin = it.op.window > 0 ? max_int(0, end - it.op.window) : 0;
-    it.s.rows[i] = {begin, end, kMinusInf, 0.0f, mask};
+    it.s.rows[i] = {begin, end, mask};
+    it.s.running[i] = it.s.totals[i] = {kMinusInf, 0.0f};
     first_key = min_int(first_key, begin);
     end_key = max_int(end_key, end);
     int head = it.at.kv_head * it.group + i % it.group;
@@ -269,12 +350,37 @@ bool begin_rows(const Item& it, int& first_key, int& end_key) {
 
 void finish_rows(const Item& it) {
   for (int i = 0; i < it.num_rows; i++) {
-    float* out = it.s.out + size_t(i) * size_t(it.dim_padded);
-    f32x16 inverse = set1(1.0f / it.s.rows[i].sum);
-    for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), inverse));
+    float* total = it.s.total + size_t(i) * size_t(it.dim_padded);
+    f32x16 inverse = set1(1.0f / it.s.totals[i].sum);
+    for (int d = 0; d < it.dim_padded; d += 16) store(total + d, mul(load(total + d), inverse));
     int head = it.at.kv_head * it.group + i % it.group;
-    store_part(it.op.out, it.at.row_begin + i / it.group, head * it.dim, it.dim, out);
+    store_part(it.op.out, it.at.row_begin + i / it.group, head * it.dim, it.dim, total);
   }
+}
+
+// Keeps this segment for the thread that does the split's last one, which may be this one: then merges them all.
+void finish_split(const Item& it) {
+  AttendSplit& split = it.step.splits[it.at.split];
+  const size_t stride = attend_partial_floats(it.dim);
+  auto partial = [&](int segment, int row) {
+    return it.step.partials + (size_t(split.first_row) + size_t(segment) * size_t(it.num_rows) + size_t(row)) * stride;
+  };
+  for (int i = 0; i < it.num_rows; i++) {
+    float* to = partial(it.at.segment, i);
+    std::memcpy(to, &it.s.running[i], sizeof(Softmax));
+    std::memcpy(to + 16, it.s.out + size_t(i) * size_t(it.dim_padded), size_t(it.dim_padded) * 4);
+  }
+  if (__atomic_sub_fetch(&split.left, 1, __ATOMIC_ACQ_REL) > 0) return;
+  __atomic_store_n(&split.left, split.segments, __ATOMIC_RELAXED);  // for the next layer
+  for (int segment = 0; segment < split.segments; segment++) {
+    for (int i = 0; i < it.num_rows; i++) {
+      const float* from = partial(segment, i);
+      Softmax state;
+      std::memcpy(&state, from, sizeof state);
+      merge_segment(it, i, state, from + 16);
+    }
+  }
+  finish_rows(it);
 }
 
 template <class E>
@@ -283,23 +389,38 @@ void attend_item(const Item& it) {
   bool is_tree = begin_rows(it, first_key, end_key);
   const Seq& seq = it.step.seqs[it.at.seq];
   int shared_end = is_tree ? seq.ctx_len / kTile * kTile : end_key;  // where rows see the same keys in the same places
-  Tile<E> tile;
+  int first = first_key / kTile * kTile, end = shared_end;
+  if (it.at.segment >= 0) {
+    first = max_int(first, it.at.segment * kAttendSegment);
+    end = min_int(end, (it.at.segment + 1) * kAttendSegment);
+  }
+  Tile<E> tile, next;
   Tile<float> unpacked;
-  for (int first = first_key / kTile * kTile; first < shared_end; first += kTile) {
-    int keys = min_int(kTile, shared_end - first);
-    point_tile(it, first, keys, tile);
-    if (sizeof(E) == 4 || it.num_rows <= kDirectRows) {
+  int keys = min_int(kTile, end - first);  // none where a segment is outside of all windows
+  point_tile(it, first, keys, next);
+  for (; first < end; first += kTile) {
+    if (first % kAttendSegment == 0)
+      for (int i = 0; i < it.num_rows; i++) close_segment(it, i);
+    tile = next;
+    const int num_next = max_int(0, min_int(kTile, end - first - kTile));
+    point_tile(it, first + kTile, num_next, next);
+    aim_ahead(tile, next, num_next);
+    if (it.num_rows <= kDirectRows) {
       attend_tile(it, tile, first);
     } else {
       unpack_tile(it, tile, keys, unpacked);
       attend_tile(it, unpacked, first);
     }
+    keys = num_next;
   }
+  if (it.at.segment >= 0) return finish_split(it);
   if (is_tree) {
-    int keys = seq.ctx_len + seq.num_rows - shared_end;
+    keys = seq.ctx_len + seq.num_rows - shared_end;
     point_tile(it, shared_end, keys, tile);
+    aim_ahead(tile, tile, 0);
     for (int i = 0; i < it.num_rows; i++) attend_tree_row(it, tile, i, shared_end, keys);
   }
+  for (int i = 0; i < it.num_rows; i++) close_segment(it, i);
   finish_rows(it);
 }
 
@@ -313,10 +434,13 @@ size_t lay_out(uint8_t* base, size_t rows, size_t dim, Scratch& s) {
   };
   s.q = take(rows * padded);
   s.out = take(rows * padded);
+  s.total = take(rows * padded);
   s.p = take(rows * kTile);
   s.raw = take(2 * kTile);
   s.k = take(dim * kTile);
   s.v = take(padded * kTile);
+  s.running = reinterpret_cast<Softmax*>(take(rows * sizeof(Softmax) / 4));
+  s.totals = reinterpret_cast<Softmax*>(take(rows * sizeof(Softmax) / 4));
   s.rows = reinterpret_cast<Row*>(take(rows * sizeof(Row) / 4));
   return used;
 }
@@ -340,7 +464,7 @@ void attend(const Op& op, const Step& step, Work& work) {
     switch (step.kv.dtype) {
       case Format::f16: attend_item<F16>(it); break;
       case Format::bf16: attend_item<BF16>(it); break;
-      default: attend_item<float>(it);
+      default: attend_item<F32>(it);
     }
   }
 }

@@ -105,6 +105,8 @@ PL_INLINE Scales<Layout<f>::scaling> scales(const uint8_t* records, int g) {
   }
 }
 
+constexpr size_t kAheadBytes = 4096;  // what is read so much later is fetched now; 1 KiB to 16 KiB measure the same
+
 template <Format f>
 struct Packed {
   using shape = ShapeOf<f>;
@@ -113,6 +115,14 @@ struct Packed {
       : groups(panel), records(panel + size_t(num_groups) * Layout<f>::group_bytes) {}
   PL_INLINE u8x64 block(int g, int j) const { return quants<f>(groups + size_t(g) * Layout<f>::group_bytes, j); }
   PL_INLINE Scales<shape::scaling> scales_of(int g) const { return scales<f>(records, g); }
+  // A core's own prefetcher stops at the end of a page. Past the panel's end lies the next panel.
+  PL_INLINE void fetch_ahead(int g) const {
+    using L = Layout<f>;
+    PL_UNROLL
+    for (int i = 0; i < L::group_bytes; i += 64)
+      __builtin_prefetch(groups + size_t(g) * L::group_bytes + i + kAheadBytes);
+    __builtin_prefetch(records + size_t(g) * L::scale_bytes / L::record_groups + kAheadBytes);
+  }
 };
 
 template <class S>
@@ -128,6 +138,7 @@ struct Unpacked {
   PL_INLINE Unpacked(const uint8_t* panel, int) : groups((const UnpackedGroup<S>*)panel) {}
   PL_INLINE u8x64 block(int g, int j) const { return load64(groups[g].q + 64 * j); }
   PL_INLINE const Scales<S::scaling>& scales_of(int g) const { return groups[g].scales; }
+  PL_INLINE void fetch_ahead(int) const {}
 };
 
 template <Format f>
@@ -135,6 +146,7 @@ void unpack_panel(const uint8_t* panel, int num_groups, uint8_t* scratch) {
   const Packed<f> source(panel, num_groups);
   auto* out = (UnpackedGroup<ShapeOf<f>>*)scratch;
   for (int g = 0; g < num_groups; g++) {
+    source.fetch_ahead(g);
     PL_UNROLL
     for (int j = 0; j < 8; j++) store64(out[g].q + 64 * j, source.block(g, j));
     out[g].scales = source.scales_of(g);

@@ -165,6 +165,7 @@ void quant_tile(const TileArgs& a) {
   PL_UNROLL
   for (int t = 0; t < T; t++) acc[t] = set1(0.0f);
   for (int g = 0; g < groups; g++) {
+    w.fetch_ahead(g);
     const auto& s = w.scales_of(g);
     i32x16 ia[T];
     dot_group<T>(w, x, g, s, ia);

@@ -123,15 +123,17 @@ void check_row_ops(int cols) {
   compare("select", scalar::select, PL_CHECK_ISA::select, op, step, 2, 0, 0);
 }
 
-// Rope, store and attention of 70 causal rows after 30, or of a tree of 20 rows.
-void check_attention(int dim, Format dtype, bool is_tree, int window, float softcap) {
-  const int heads = 6, kv_heads = 2, ctx = 30, rows = is_tree ? 20 : 70, block_size = 32, num_blocks = 4;
+// Rope, store and attention of 70 causal rows after `ctx`, or of a tree of 20 rows.
+void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, float softcap) {
+  const int heads = 6, kv_heads = 2, rows = is_tree ? 20 : 70, block_size = 32, num_blocks = (ctx + 101) / 32 + 1;
   std::vector<float> q = random_floats(size_t(rows * heads * dim)), k = random_floats(size_t(rows * kv_heads * dim)),
                      v = k;
-  std::vector<float> norm = random_floats(size_t(dim)), rope = random_floats(size_t(128 * dim));
+  std::vector<float> norm = random_floats(size_t(dim)), rope = random_floats(size_t((ctx + rows) * dim));
   size_t values = size_t(num_blocks * kv_heads * block_size * dim), width = dtype == Format::f32 ? 4 : 2;
   std::vector<uint8_t> cache_k(values * width + 64), cache_v(cache_k.size());
-  std::vector<int32_t> positions, slots, table = {2, 0, 3, 1};
+  for (size_t i = 0; i + 2 <= cache_k.size(); i += 2) cache_k[i + 1] = cache_v[i + 1] = uint8_t(i / 2 % 3 + 0x3c);
+  std::vector<int32_t> positions, slots, table;
+  for (int i = 0; i < num_blocks; i++) table.push_back(num_blocks - 1 - i);
   std::vector<uint64_t> tree;
   for (int i = 0; i < rows; i++) {
     positions.push_back(ctx + i);
@@ -190,8 +192,10 @@ int main() {
   for (int cols : {1, 31, 64, 100, 1030, 2100}) check_row_ops(cols);
   for (int dim : {8, 40, 64, 128}) {
     for (Format dtype : {Format::f32, Format::f16, Format::bf16}) {
-      check_attention(dim, dtype, false, 0, 0);
-      check_attention(dim, dtype, true, 25, 3);
+      check_attention(dim, dtype, 30, false, 0, 0);
+      check_attention(dim, dtype, 30, true, 25, 3);
+      check_attention(dim, dtype, 470, false, 300, 0);  // over the end of a segment
+      check_attention(dim, dtype, 500, true, 0, 0);
     }
   }
   std::printf("%s: %d checks, %d differences\n", PL_STR(PL_CHECK_ISA), checks, differences);

@@ -99,6 +99,54 @@ def test_tree_node_gives_the_bits_of_its_token_in_a_chain(model, context, size):
         same_bits(got[node], want)
 
 
+LONG = 1300  # three segments of attention
+
+
+@pytest.fixture(scope="module", params=[(0, 0), (600, 0)], ids=["full", "window"])
+def long_model(request):
+    shape = Shape(windows=request.param, heads=6, kv_heads=1, head_dim=40)
+    plan = decoder(shape)
+    weights = random_weights(plan, shape)
+    tokens = random_tokens(np.random.default_rng(6), LONG, shape.vocab)
+    alone = Runner.load(NativeBackend(1), plan, weights, max_len=1408, max_tokens=LONG)
+    return plan, weights, tokens, alone.step([(0, tokens)])[0]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("context", [511, 512, 700, 1024, 1290])
+def test_a_long_context_shared_by_threads_gives_the_bits_of_one_thread(
+    long_model, threads, context
+):
+    plan, weights, tokens, alone = long_model
+    runner = Runner.load(NativeBackend(threads), plan, weights, max_len=1408, max_tokens=LONG)
+    runner.step([(0, tokens[:context])])
+    for at in (context, context + 1, context + 2):  # the split's counters are used again
+        short = (1, tokens[: at - context + 1])
+        runner.restart(1)
+        same_bits(runner.step([(0, tokens[at : at + 1]), short])[0][0], alone[at])
+    rest = tokens[context + 3 : context + 10]
+    same_bits(runner.step([(0, rest)])[0], alone[context + 3 : context + 3 + len(rest)])
+
+
+@pytest.mark.parametrize("context", [500, 511, 512, 1020])
+def test_a_tree_that_crosses_a_segment_gives_the_bits_of_chains(long_model, context):
+    plan, weights, tokens, _ = long_model
+    runner = Runner.load(NativeBackend(2), plan, weights, max_len=1408, max_tokens=LONG)
+    runner.step([(0, tokens[:context])])
+    runner.step([(2, tokens[:context])])
+    parents = random_tree(np.random.default_rng(context), 40)
+    paths = [path_of(i, parents) for i in range(40)]
+    masks = [sum(1 << j for j in path) for path in paths]
+    drafted = tokens[-40:]
+    trees = {0: ([len(p) - 1 for p in paths], masks)}
+    got = runner.step([(0, drafted)], trees=trees)[0]
+    for node in (0, 20, max(range(40), key=lambda i: len(paths[i]))):
+        runner.restart(2)
+        chain = [drafted[j] for j in paths[node]]
+        want = runner.step([(2, tokens[:context] + chain)])[2][-1]
+        same_bits(got[node], want)
+
+
 def test_profiling_changes_no_bits_and_counts_every_op(model):
     plan, weights, prompts, alone = model
     backend = NativeBackend(2)
