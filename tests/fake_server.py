@@ -46,9 +46,10 @@ Choose = Callable[[int, dict[str, Any]], Script]
 class FakeServer:
     """Listens on a free port from a thread; `choose(number, body)` gives a request its script."""
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose, *, is_exact: bool = True) -> None:
         self.served: list[Served] = []
         self._choose = choose
+        self._is_exact = is_exact  # to a tenth of a millisecond, for CPU time
         self._loop = asyncio.new_event_loop()
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -116,7 +117,7 @@ class FakeServer:
         try:
             writer.write(_head(script.status, headers))
             for at_ms, data in script.steps:
-                await _sleep_until(served.came_at + at_ms / 1e3)
+                await self._sleep_until(served.came_at + at_ms / 1e3)
                 if served.left_at is not None:
                     return
                 writer.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -135,21 +136,21 @@ class FakeServer:
         finally:
             gone.cancel()
 
+    async def _sleep_until(self, moment: float) -> None:
+        """Event loops round their timers to milliseconds: the last two are polled."""
+        polled_s = 0.002 if self._is_exact else 0.0
+        left = moment - time.perf_counter()
+        if left > polled_s:
+            await asyncio.sleep(left - polled_s)
+        while self._is_exact and time.perf_counter() < moment:
+            await asyncio.sleep(0)
+
     @staticmethod
     async def _notice_end(reader: asyncio.StreamReader, served: Served) -> None:
         try:
             await reader.read()
         finally:
             served.left_at = time.perf_counter()
-
-
-async def _sleep_until(moment: float) -> None:
-    """Event loops round their timers to milliseconds: the last two are polled."""
-    left = moment - time.perf_counter()
-    if left > 0.002:
-        await asyncio.sleep(left - 0.002)
-    while time.perf_counter() < moment:
-        await asyncio.sleep(0)
 
 
 def _head(status: int, headers: tuple[tuple[str, str], ...]) -> bytes:
