@@ -132,10 +132,14 @@ def test_phases_are_read_from_each_dialect():
     header = 'queue;dur=12.5, prefill;desc="own";dur=80'
     answer.on_head(200, {"content-type": "text/event-stream", "server-timing": header}, 0.0)
     answer.on_body(event(choices=[], timings={"prompt_ms": 30.5, "prompt_n": 7}), 0.1)
-    ledger = {"decode_s": 0.2, "blame": {"preempted_ms": 4}}
+    assert answer.phases == pytest.approx({"queue": 0.0125, "prefill": 0.08, "prompt": 0.0305})
+    ledger = {
+        "wall_ms": 300, "tpot_ms": None, "parts_ms": {"decode": 200, "queue_kv": 1},
+        "blame": {"preemption_ms": 4, "num_preemptions": 1, "prefill_of": [{"ms": 3}]},
+    }  # fmt: skip
     answer.on_body(event(choices=[], usage={"completion_tokens": 1, "paceline": ledger}), 0.1)
     assert answer.phases == pytest.approx(
-        {"queue": 0.0125, "prefill": 0.08, "prompt": 0.0305, "decode": 0.2, "preempted": 0.004}
+        {"wall": 0.3, "decode": 0.2, "queue_kv": 0.001, "blame.preemption": 0.004}
     )
 
 

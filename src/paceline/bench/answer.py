@@ -12,8 +12,7 @@ from paceline.bench.sse import EventReader
 
 _decode = msgspec.json.decode
 _SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=([\d.]+)")
-_SECONDS_SUFFIX = "_s"
-_MS_SUFFIX = "_ms"
+_UNITS = {"s": 1.0, "ms": 1e-3}
 _MAX_ERROR_CHARS = 300
 
 
@@ -155,19 +154,22 @@ class Answer:
         details = usage.get("prompt_tokens_details") or {}
         self.cached_tokens = details.get("cached_tokens", self.cached_tokens)
         if isinstance(ledger := usage.get("paceline"), dict):
+            self.phases.clear()  # it has all that the header could know by then
             self._take_phases(ledger)
 
-    def _take_phases(self, timings: dict[str, Any]) -> None:
-        """Keep the durations among `timings`, by name without the unit, in seconds."""
+    def _take_phases(self, timings: dict[str, Any], prefix: str = "", unit: str = "") -> None:
+        """Keep the durations among `timings`, by name without the unit, in seconds.
+
+        The name tells the unit, its own or that of the object that it stands in.
+        """
         for name, value in timings.items():
+            stem, _, ending = name.rpartition("_")
+            own = ending if ending in _UNITS and stem else unit
+            label = stem if ending in _UNITS and stem else name
             if isinstance(value, dict):
-                self._take_phases(value)
-            elif isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            elif name.endswith(_MS_SUFFIX):
-                self.phases[name.removesuffix(_MS_SUFFIX)] = value / 1e3
-            elif name.endswith(_SECONDS_SUFFIX):
-                self.phases[name.removesuffix(_SECONDS_SUFFIX)] = float(value)
+                self._take_phases(value, "" if label == "parts" else f"{prefix}{label}.", own)
+            elif own and isinstance(value, int | float) and not isinstance(value, bool):
+                self.phases[prefix + label] = value * _UNITS[own]
 
 
 def as_text(content: Any) -> str:

@@ -99,6 +99,14 @@ def bench(
             help='JSON fields for every request, over our own ({"temperature": 0}).',
         ),
     ] = None,
+    server_timings: Annotated[
+        bool,
+        _option(
+            TARGETS,
+            "--server-timings",
+            help="Ask a Paceline server for the ledger of each request (X-Paceline-Timings).",
+        ),
+    ] = False,
     workload: Annotated[
         str,
         _option(
@@ -274,7 +282,7 @@ def bench(
         num_rounds=rounds or (3 if len(urls) + len(started) > 1 else 1),
         model=model,
         endpoint=read_endpoint(endpoint),
-        headers=read_headers(api_key, header or ()),
+        headers=read_headers(api_key, header or (), server_timings=server_timings),
         fields=read_fields(body),
         ignores_eos=built.fixes_length if ignore_eos is None else ignore_eos,
         at_least=read_share(at_least),

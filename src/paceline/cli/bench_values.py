@@ -124,8 +124,10 @@ def read_limits(
     )
 
 
-def read_headers(api_key: str | None, headers: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def read_headers(
+    api_key: str | None, headers: Sequence[str], *, server_timings: bool = False
+) -> dict[str, str]:
+    found = {"X-Paceline-Timings": "true"} if server_timings else {}
     for text in headers:
         name, colon, value = text.partition(":")
         if not colon or not name.strip() or "\n" in text or "\r" in text:
