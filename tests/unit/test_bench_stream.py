@@ -157,3 +157,40 @@ def test_a_call_and_json_are_judged_by_what_they_hold():
     plain = exchange(answered((0.1, delta(content="{}")), (0.2, FINISH)), expects="tool_call")
     json = exchange(answered((0.1, delta(content='{"a": ')), (0.2, FINISH)), expects="json")
     assert [good.is_valid(), plain.is_valid(), json.is_valid()] == [True, False, False]
+
+
+VLLM = [
+    (0.1, event(id="c", object="chat.completion.chunk", choices=[
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+         "finish_reason": None}], prompt_token_ids=None)),
+    (0.4, event(choices=[{"index": 0, "delta": {"reasoning_content": "So"}, "logprobs": None,
+                          "finish_reason": None, "token_ids": None}])),
+    (0.5, event(choices=[{"index": 0, "delta": {"content": "Hi"}, "finish_reason": None}],
+                usage={"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2})),
+    (0.6, event(choices=[{"index": 0, "delta": {"content": ""}, "finish_reason": "length",
+                          "stop_reason": None}])),
+    (0.6, event(choices=[], usage={"prompt_tokens": 5, "total_tokens": 8, "completion_tokens": 3,
+                                   "prompt_tokens_details": None}) + DONE),
+]  # fmt: skip
+LLAMA_SERVER = [
+    (0.1, event(choices=[{"finish_reason": None, "index": 0,
+                          "delta": {"role": "assistant", "content": None}}], created=1)),
+    (0.4, event(choices=[{"finish_reason": None, "index": 0, "delta": {"content": "So"}}])),
+    (0.5, event(choices=[{"finish_reason": None, "index": 0, "delta": {"content": "Hi"}}])),
+    (0.6, event(choices=[{"finish_reason": "length", "index": 0, "delta": {}}])),
+    (0.6, event(choices=[], usage={"completion_tokens": 3, "prompt_tokens": 5, "total_tokens": 8},
+                timings={"prompt_n": 5, "prompt_ms": 250.0, "predicted_n": 3,
+                         "predicted_ms": 90.0, "predicted_per_second": 33.3}) + DONE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "phases"), [(VLLM, {}), (LLAMA_SERVER, {"prompt": 0.25, "predicted": 0.09})]
+)
+def test_streams_as_vllm_and_as_llama_server_write_them_give_the_same_figures(events, phases):
+    made = exchange(answered(*events))
+    assert (made.outcome, made.ttft_s, made.answer.finish_reason) == ("ok", 0.4, "length")
+    assert list(made.gaps()) == pytest.approx([0.1])
+    assert (made.answer.input_tokens, *made.output_tokens(None)) == (5, 3, "usage")
+    assert made.answer.phases == pytest.approx(phases)
+    assert made.answer.num_unread == 0

@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,8 +67,7 @@ def run_program(
     with contextlib.ExitStack() as stack:
         write_line = None
         if log is not None:
-            file = stack.enter_context(_open_log(log))
-            write_line = lambda line: _write(file, line)  # noqa: E731
+            write_line = partial(_write, stack.enter_context(_open_log(log)))
         session = Session(write_line=write_line, on_progress=on_progress)
         runner = stack.enter_context(asyncio.Runner(loop_factory=_new_loop))
         result = runner.run(_run(program, session))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,12 +101,21 @@ async def _try(
     return stage
 
 
-def find_knee(summaries: list[dict[str, Any]]) -> float | None:
-    """Return the highest swept rate up to which every one was kept up with: requests completed
-    at 95 % of the rate at which they came."""
+def find_knee(summaries: Sequence[dict[str, Any]]) -> float | None:
+    """Return the highest swept rate up to which the server kept up, None for not even the lowest.
+
+    It keeps up where at least 95 % of what could complete in the window did: all that came, but
+    for the last, which need the time that an answer takes at the lowest rate.
+    """
     knee = None
-    for summary in sorted(summaries, key=lambda summary: float(summary["rate"])):
-        if summary["throughput"]["requests_per_s"] < KEEPS_UP * summary["offered_per_s"]:
+    in_order = sorted(summaries, key=lambda summary: float(summary["rate"]))
+    for summary in in_order:
+        e2e = in_order[0]["latency_ms"]["e2e"]
+        if not e2e["count"] or not summary["window_s"]:
+            return None
+        in_time = max(0.0, 1 - e2e["p50"]["value"] / 1e3 / summary["window_s"])
+        possible = summary["offered_per_s"] * in_time
+        if summary["throughput"]["requests_per_s"] < KEEPS_UP * possible:
             break
         knee = float(summary["rate"])
     return knee

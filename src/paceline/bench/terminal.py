@@ -164,12 +164,19 @@ def _print_goodput(stage: dict[str, Any], console: Console) -> None:
         )
 
 
+def _name(stage: dict[str, Any]) -> str:
+    """Return "target, 2/s, round 1": which stage a line is about."""
+    rate = f", {stage['rate']:g}/s" if "rate" in stage else ""
+    number = f", round {stage['round'] + 1}" if "round" in stage else ""
+    return f"{stage['target']}{rate}{number}"
+
+
 def _print_client(stage: dict[str, Any], console: Console) -> None:
     client = stage["client"]
     if client["is_bottleneck"]:
         console.print(
-            f"the client was the bottleneck: {'; '.join(client['reasons'])}. Run it on another "
-            "machine, or ask for less",
+            f"{_name(stage)}: the client was the bottleneck: {'; '.join(client['reasons'])}. "
+            "Run it on another machine, or ask for less",
             style="bold red",
             highlight=False,
         )
@@ -204,7 +211,7 @@ def _print_stages(stages: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
     for stage in stages:
         for error in stage["errors"][:2]:
-            console.print(f"{stage['target']}: {error['count']} x {error['what']}", style="red",
+            console.print(f"{_name(stage)}: {error['count']} x {error['what']}", style="red",
                           highlight=False)  # fmt: skip
         if stage["client"]["is_bottleneck"]:
             _print_client(stage, console)

@@ -14,6 +14,7 @@ from paceline.bench.lengths import (
     CHAT_TURNS,
     Length,
     from_percentiles,
+    parse_length,
 )
 from paceline.bench.options import SpecOptions
 from paceline.bench.prose import Prose, TokenCounter, read_corpus
@@ -149,14 +150,11 @@ def _chat(options: SpecOptions, prose: Prose) -> Chat:
     scale = options.number("scale", 1.0) / CHARS_PER_TOKEN
     max_input = options.integer("max_input", 2048)
     max_output = options.integer("max_output", 1024)
-    turns = options.text("turns", "1")
+    turns = options.text("turns") or "1"
     if turns == "real":  # the log counts the messages of both sides
         num_turns = from_percentiles(CHAT_TURNS, scale=0.5, high=20)
-    elif turns is not None and turns.isdecimal() and int(turns) >= 1:
-        fixed = int(turns)
-        num_turns = lambda rng: fixed  # noqa: E731
     else:
-        raise ParameterError(f"turns is {turns!r}: write a number, or real for those of the log")
+        num_turns = parse_length(turns)
     return Chat(
         prose,
         from_percentiles(CHAT_PROMPT_CHARS, scale=scale, high=max_input),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from paceline.bench.arrivals import Arrivals, Closed
     from paceline.bench.load import Limits
     from paceline.bench.servers import Settings
@@ -83,8 +82,7 @@ def read_loads(
     if find_rate:
         if sweep is not None:
             raise ParameterError("--find-rate chooses its own rates: leave out --sweep")
-        at: Callable[[float], Arrivals] = lambda r: build_arrivals(arrival, r)  # noqa: E731
-        return {"search_from": given or 1.0, "arrivals_at": at}
+        return {"search_from": given or 1.0, "arrivals_at": partial(build_arrivals, arrival)}
     loads: list[tuple[dict[str, Any], Arrivals | Closed]] = []
     if sweep is not None:
         if given is not None:
