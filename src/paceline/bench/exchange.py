@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
@@ -97,10 +96,9 @@ class Exchange:
             return math.nan
         return (arrivals[-1] - arrivals[0]) / (output_tokens - 1)
 
-    def gaps(self) -> array[float]:
+    def gaps(self) -> np.ndarray[Any, Any]:
         """Return the seconds between arrivals of text; the wait for the first is none of them."""
-        arrivals = self.answer.arrivals
-        return array("d", (b - a for a, b in pairwise(arrivals)))
+        return np.diff(np.asarray(self.answer.arrivals))
 
     def output_tokens(self, count: TokenCounter | None) -> tuple[int, str]:
         """Return the tokens of the answer and where the figure is from.

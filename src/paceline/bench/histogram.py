@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,8 @@ class Histogram:
         self._max = 0.0
         self._next_group = 0
 
-    def add(self, durations: array[float] | np.ndarray[Any, Any]) -> None:
+    def add(self, values: np.ndarray[Any, Any]) -> None:
         """Add the durations (seconds) of one request."""
-        values = np.asarray(durations, dtype=np.float64)
         if values.size == 0:
             return
         group = self._next_group

@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -96,7 +97,7 @@ async def send(origin: Origin, request: bytes, sink: Sink) -> None:
             lambda: _Exchange(request, sink, done),
             origin.address,
             origin.port,
-            ssl=ssl.create_default_context() if origin.is_tls else None,
+            ssl=_tls() if origin.is_tls else None,
             server_hostname=origin.host if origin.is_tls else None,
         )
     except OSError as error:
@@ -105,6 +106,11 @@ async def send(origin: Origin, request: bytes, sink: Sink) -> None:
         await done
     finally:
         transport.abort()
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reads the system's certificates: once
 
 
 class _Exchange(asyncio.Protocol):

@@ -21,6 +21,7 @@ Verdict = bool | None  # met or missed; None: cut by the run's end, and so not j
 LineWriter = Callable[[dict[str, Any]], None]
 _OUTCOME_NAMES = list(OUTCOMES)
 NUM_WORST = 12
+_MAX_ERRORS = 1000
 _LATENCIES = ("ttft", "tpot", "e2e", "lag", "connect")
 
 
@@ -35,8 +36,8 @@ class Window:
     def duration_s(self) -> float:
         return self.end - self.start if math.isfinite(self.end - self.start) else 0.0
 
-    def count(self, moments: array[float]) -> int:
-        return sum(self.start <= moment <= self.end for moment in moments)
+    def count(self, moments: np.ndarray[Any, Any]) -> int:
+        return int(np.count_nonzero((moments >= self.start) & (moments <= self.end)))
 
 
 @dataclass(slots=True)
@@ -130,8 +131,9 @@ class Recorder:
         num_input = exchange.input_tokens(self._count)
         self._add_to_window(exchange, tokens, num_input)
         self.num_unread += exchange.answer.num_unread
-        verdict = self._verdict(exchange, tokens)
-        line = self._line(exchange, tokens, source, num_input, verdict)
+        gaps = exchange.gaps()
+        verdict = self._verdict(exchange, tokens, gaps)
+        line = self._line(exchange, tokens, source, num_input, verdict, gaps)
         if self._write_line is not None:
             self._write_line(line)
         if exchange.is_warmup:
@@ -141,39 +143,42 @@ class Recorder:
             self.token_sources[source] += 1
         self.cached_tokens += exchange.answer.cached_tokens or 0
         if exchange.error is not None:
-            self.errors[f"{exchange.outcome}: {exchange.error}"] += 1
-        self._add_to_class(exchange, tokens, verdict)
+            what = f"{exchange.outcome}: {exchange.error}"
+            is_full = len(self.errors) >= _MAX_ERRORS and what not in self.errors
+            self.errors[f"{exchange.outcome}: others" if is_full else what] += 1
+        self._add_to_class(exchange, tokens, verdict, gaps)
         self._keep_if_worst(exchange, line)
 
-    def _verdict(self, exchange: Exchange, tokens: int) -> Verdict:
+    def _verdict(self, exchange: Exchange, tokens: int, gaps: np.ndarray[Any, Any]) -> Verdict:
         if exchange.outcome == "cut":
             return None
         if exchange.outcome != "ok":
             return False
-        gaps = exchange.gaps()
         measured = {
             "ttft": exchange.ttft_s,
             "tpot": exchange.tpot_s(tokens),
             "e2e": exchange.e2e_s,
-            "itl": max(gaps) if gaps else math.nan,
+            "itl": float(gaps.max()) if gaps.size else math.nan,
         }
         return self.objectives.is_met(exchange.kind, measured)
 
     def _add_to_window(self, exchange: Exchange, tokens: int, num_input: int | None) -> None:
-        arrivals = exchange.answer.arrivals
-        window = self.window
+        arrivals, window = np.asarray(exchange.answer.arrivals), self.window
         self.open_changes[math.floor(exchange.sent_at - self.epoch)] += 1
         self.open_changes[math.ceil(exchange.ended_at - self.epoch)] -= 1
-        if not arrivals:
+        if not arrivals.size:
             return
-        weight = tokens / len(arrivals)
+        weight = tokens / arrivals.size
         self.output_tokens += weight * window.count(arrivals)
-        for moment in arrivals:
-            self.tokens_by_second[int(moment - self.epoch)] += weight
+        seconds, counts = np.unique((arrivals - self.epoch).astype(np.int64), return_counts=True)
+        for second, count in zip(seconds.tolist(), counts.tolist(), strict=True):
+            self.tokens_by_second[second] += weight * count
         if window.start <= arrivals[0] <= window.end:
             self.input_tokens += num_input or 0
 
-    def _add_to_class(self, exchange: Exchange, tokens: int, verdict: Verdict) -> None:
+    def _add_to_class(
+        self, exchange: Exchange, tokens: int, verdict: Verdict, gaps: np.ndarray[Any, Any]
+    ) -> None:
         columns = self.classes.setdefault(exchange.kind, Columns())
         columns.at.append(exchange.scheduled_at - self.epoch)
         columns.outcome.append(_OUTCOME_NAMES.index(exchange.outcome))
@@ -188,7 +193,7 @@ class Recorder:
             columns.values[name].append(value)
         if exchange.outcome != "ok":
             return
-        columns.gaps.add(exchange.gaps())
+        columns.gaps.add(gaps)
         columns.num_empty += not exchange.answer.arrivals
         for name, seconds in exchange.answer.phases.items():
             columns.phases[name].append(seconds)
@@ -212,6 +217,7 @@ class Recorder:
         source: str,
         num_input: int | None,
         verdict: Verdict,
+        gaps: np.ndarray[Any, Any],
     ) -> dict[str, Any]:
         """Return the JSON line of an exchange; docs/bench.md has its schema."""
         answer = exchange.answer
@@ -235,7 +241,7 @@ class Recorder:
             "ttft_ms": _ms(exchange.ttft_s),
             "tpot_ms": _ms(exchange.tpot_s(tokens)),
             "e2e_ms": _ms(exchange.e2e_s),
-            "gaps_ms": [round(gap * 1e3, 3) for gap in exchange.gaps()],
+            "gaps_ms": np.round(gaps * 1e3, 3).tolist(),
             "input_tokens": num_input,
             "output_tokens": tokens,
             "output_tokens_from": source,

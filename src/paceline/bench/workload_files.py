@@ -6,6 +6,7 @@ import gzip
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,14 @@ class Listed:
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         lap, position = divmod(idx, len(self.items))
-        order = list(range(len(self.items)))
-        random.Random(f"{seed}:order:{lap}").shuffle(order)
-        return self.items[order[position]]
+        return self.items[_order(seed, lap, len(self.items))[position]]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: str, lap: int, count: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}:order:{lap}").shuffle(order)
+    return order
 
 
 @dataclass(frozen=True, slots=True)
