@@ -154,9 +154,10 @@ class _Exchange(asyncio.Protocol):
         is_framed = "content-length" in self._headers or "transfer-encoding" in self._headers
         if error is None and self._has_head and not is_framed:
             self.on_message_complete()  # such a body ends with its connection
-            return
-        reason = str(error) if error else "closed before the response was complete"
-        self._fail(f"connection lost: {reason}")
+        else:
+            reason = str(error) if error else "closed before the response was complete"
+            self._fail(f"connection lost: {reason}")
+        del self._parser  # it holds this object: a cycle that would keep answers alive for long
 
     def _fail(self, reason: str) -> None:
         if not self._done.done():
