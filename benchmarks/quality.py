@@ -11,13 +11,13 @@ and a float32 KV cache. It takes minutes for models above 0.5 B.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import time
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from paceline.backends.native import NativeBackend
 from paceline.backends.reference import ReferenceBackend
@@ -38,7 +38,7 @@ def measure(model: str, num_characters: int, kv_dtype: str) -> dict[str, object]
     kv, limits = limits_for(CONTEXT, block_size=16, rows=256)
     native, reference = NativeBackend(), ReferenceBackend()
     for backend, dtype in ((native, kv_dtype), (reference, "f32")):
-        spec = dataclasses.replace(kv, dtype=dtype)
+        spec = replace(kv, dtype=dtype)
         backend.load(build_plan(checkpoint.config), checkpoint.tensors, kv=spec, limits=limits)
     losses: dict[str, list[float]] = {"native": [], "reference": []}
     fidelities = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from paceline.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """One continuation of a prompt. `logprobs` is None unless they were asked for."""
 
     index: int
@@ -21,8 +20,7 @@ class Choice:
     timings: Timings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(Struct, frozen=True, kw_only=True):
     """The answer to one prompt: `outputs` has `params.n` choices, by index."""
 
     prompt: str | None  # None where token ids were given
@@ -35,8 +33,7 @@ class Completion:
         return self.outputs[0].text
 
 
-@dataclass(slots=True)
-class ChoiceBuilder:
+class ChoiceBuilder(Struct):
     """Collects the deltas of one choice. `choice()` is ready once `is_finished`."""
 
     index: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from paceline.errors import ParameterError
 
@@ -12,8 +13,7 @@ KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32")
 MAX_STEP = 2**20  # tokens and sequences of one step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Struct, frozen=True, kw_only=True):
     """Options of one engine. None means: chosen from the model and the machine at start."""
 
     max_model_len: int | None = None  # tokens; default: the model's own context, within the pool

@@ -42,7 +42,7 @@ class LLM:
     def __init__(
         self, model: str | PathLike[str], *, chat_template: str | None = None, **options: Any
     ) -> None:
-        known = EngineConfig.__dataclass_fields__
+        known = EngineConfig.__struct_fields__
         for name in options:
             if name not in known:
                 raise ParameterError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct, field
 
 from paceline.errors import ParameterError
 
@@ -20,8 +21,7 @@ def _require(ok: bool, param: str, value: object, rule: str) -> None:
         raise ParameterError(f"{param} is {value!r}: it must be {rule}", param=param)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, kw_only=True):
     """How to choose tokens. Validated on construction; raises ParameterError naming the field.
 
     Logits are processed in this order: logit_bias, min_tokens, bad_words, repetition / frequency /
@@ -128,8 +128,7 @@ class SamplingParams:
             )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """One prompt to continue, `params.n` times. Lower `priority` runs first."""
 
     id: str
@@ -139,8 +138,7 @@ class Request:
     arrival_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(Struct, frozen=True):
     """Log-probability of a chosen token, and the most likely alternatives, best first."""
 
     token_id: int
@@ -149,15 +147,13 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
+class Timings(Struct, frozen=True, kw_only=True):
     """Seconds of one choice on the monotonic clock. `tpot_s` is None for one-token answers."""
 
     queue_s: float
@@ -167,8 +163,7 @@ class Timings:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(Struct, frozen=True, kw_only=True):
     """News of one choice: text that is safe to show, and at the end why it ended.
 
     `token_ids` are the tokens committed since the last delta; their text may still be held back

@@ -8,12 +8,12 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paceline import _native
 from paceline.errors import ModelFormatError

@@ -58,6 +58,7 @@ class ScriptedBackend:
         self._block_size = block_size
         self._slots = np.full((num_blocks, block_size), -1, np.int32)
         self._on_forward = on_forward
+        self.is_closed = False
 
     def load(
         self, plan: object, weights: Mapping[str, object], *, kv: KVSpec, limits: StepLimits
@@ -83,6 +84,9 @@ class ScriptedBackend:
 
     def write_blocks(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         self._slots[list(blocks)] = data.view(np.int32)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def _check(self, step: StepInput) -> None:
         assert len(set(step.slots.tolist())) == len(step.slots), "two rows write one slot"

@@ -387,7 +387,9 @@ def test_the_thread_serves_many_submitters_and_stops_with_nothing_left() -> None
         assert done.acquire(timeout=10)
     endless = SamplingParams(max_tokens=10**6, ignore_eos=True)
     engine.submit(make_request("endless", params=endless), sink)
+    assert not engine._backend.is_closed
     engine.stop()
+    assert engine._backend.is_closed  # its memory is free
     engine.stop()
     engine.check_integrity()
     assert answers["endless", 0].end.finish_reason in ("abort", "length")

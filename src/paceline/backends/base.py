@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from paceline.plan.plan import Plan
@@ -17,8 +17,7 @@ I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
+class StepLimits(Struct, frozen=True, kw_only=True):
     """The largest step that will ever be asked for; buffers are sized by it, once."""
 
     max_tokens: int  # T
@@ -27,8 +26,7 @@ class StepLimits:
     max_blocks_per_seq: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSpec:
+class KVSpec(Struct, frozen=True, kw_only=True):
     """Shape of the paged KV cache."""
 
     num_blocks: int
@@ -36,8 +34,7 @@ class KVSpec:
     dtype: str  # "f16", "bf16", "f32"
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
+class StepInput(Struct, frozen=True):
     """One step: T tokens of B sequences, flattened; L of the rows need logits."""
 
     tokens: I32  # [T]
@@ -51,8 +48,7 @@ class StepInput:
     tree: npt.NDArray[np.uint64] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(Struct, frozen=True):
     """`logits` [L, V] is a view that the next forward overwrites."""
 
     logits: F32
@@ -75,3 +71,6 @@ class Backend(Protocol):
 
     def write_blocks(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """Inverse of `read_blocks`."""
+
+    def close(self) -> None:
+        """Free weights, KV cache and threads. Idempotent; `load` may follow."""

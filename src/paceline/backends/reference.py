@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline.backends.base import F32, I32, KVSpec, StepInput, StepLimits, StepOutput
 from paceline.errors import BackendError
@@ -89,8 +89,7 @@ def visible_keys(step: StepInput, seq: int, window: int) -> npt.NDArray[np.bool_
     return seen
 
 
-@dataclass(slots=True)
-class LayerKV:
+class LayerKV(Struct):
     """K and V of one layer, [num_slots, kv_heads, head_dim]: values of the KV dtype, in float32."""
 
     k: F32
@@ -286,6 +285,9 @@ class ReferenceBackend:
                 part = values[:, begin : begin + size]
                 target[list(blocks)] = part.reshape(len(blocks), *target.shape[1:])
                 begin += size
+
+    def close(self) -> None:
+        self._source, self._dense, self.layers = {}, {}, {}
 
     def _blocks(self, array: F32) -> F32:
         """[num_slots, G, D] seen as [num_blocks, block_size, G, D]."""

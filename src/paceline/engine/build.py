@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.backends.base import KVSpec
 from paceline.config import EngineConfig
@@ -32,8 +33,7 @@ _MIN_CACHED_BYTES = 16 * 2**20  # smaller models are packed faster than a cache 
 _SPLIT_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
+class LoadedModel(Struct, frozen=True, kw_only=True):
     """A model that is ready to run, and what was decided on the way. `config` has no None left."""
 
     name: str
@@ -200,7 +200,7 @@ def _load_backend(
 ) -> tuple[Backend, EngineConfig]:
     """Return the loaded backend, and the config with every choice made."""
     backend, num_threads = _new_backend(checkpoint.path, config, weight_bytes)
-    resolved = dataclasses.replace(
+    resolved = replace(
         config,
         max_model_len=kv.max_model_len,
         kv_memory_bytes=kv.num_bytes,

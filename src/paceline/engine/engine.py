@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from paceline.backends.base import Backend
 from paceline.config import EngineConfig
@@ -47,8 +48,7 @@ class Tokenizer(Protocol):
     def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(Struct):
     """A request that has unfinished choices."""
 
     request: Request
@@ -172,16 +172,21 @@ class Engine:
             self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Abort what is unfinished and end the thread; a running step is waited for. Idempotent."""
+        """Abort what is unfinished, end the thread, free the weights and the KV cache.
+
+        A running step is waited for; nothing is freed under one that outlasts the time. Idempotent.
+        """
         with self._wakeup:
             self._is_stopping = True
             self._wakeup.notify()
         if self._thread is None:
             self._abort_all()
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.warning("the engine's step did not end within %.1f s", timeout_s)
+        else:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("the engine's step did not end within %.1f s", timeout_s)
+                return
+        self._backend.close()
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to run."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
@@ -18,8 +19,7 @@ _ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVSize:
+class KVSize(Struct, frozen=True, kw_only=True):
     """A KV pool that fits: `num_blocks` of `block_bytes`, for sequences up to `max_model_len`."""
 
     num_blocks: int

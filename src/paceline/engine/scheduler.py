@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.sequence import Sequence, State
 from paceline.policies.base import Budget, Policy
 
 
-@dataclass(slots=True)
-class Schedule:
+class Schedule(Struct):
     """One step: `chunks` of (sequence, tokens to compute), and blocks to copy before it."""
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)

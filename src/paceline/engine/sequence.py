@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from paceline.engine.sampler import SamplerState
 from paceline.types import FinishReason, Request, Timings, Usage
@@ -35,8 +36,7 @@ class State(enum.Enum):
     FINISHED = enum.auto()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
+class Sequence(Struct, eq=False, kw_only=True):
     """Known tokens, how many of them are in the KV cache, and all that the next token depends on.
 
     Sampler, decoder and stop matcher outlive a preemption, so a resumed sequence goes on exactly

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
+class EngineStats(Struct, frozen=True, kw_only=True):
     """State of the engine between two steps; the last three only ever grow."""
 
     num_running: int
@@ -20,8 +19,7 @@ class EngineStats:
     num_generated_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
+class StepStats(Struct, frozen=True, kw_only=True):
     """What one step did, and where its time went."""
 
     num_tokens: int = 0

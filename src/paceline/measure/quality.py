@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline.backends.base import F32, Backend, KVSpec, StepInput, StepLimits
 from paceline.errors import ParameterError
 
 
-@dataclass(frozen=True, slots=True)
-class Perplexity:
+class Perplexity(Struct, frozen=True):
     """exp of the mean negative log-likelihood of `num_tokens` tokens, with its standard error."""
 
     value: float
@@ -25,8 +24,7 @@ class Perplexity:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fidelity:
+class Fidelity(Struct, frozen=True):
     """How far logits are from reference logits: KL(reference || other) in nats, same best token."""
 
     kl_mean: float

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline.errors import ModelFormatError, UnsupportedModelError
 from paceline.loading import load
@@ -33,8 +33,7 @@ GGUF_NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Struct, frozen=True, kw_only=True):
     """Shape of a decoder. Per-layer tuples have one entry a layer."""
 
     family: str  # a module of paceline.models
@@ -58,8 +57,7 @@ class ModelConfig:
     embed_scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GGUFSource:
+class GGUFSource(Struct, frozen=True, kw_only=True):
     """What a family reads its config from: metadata, tensor shapes, rope divisors."""
 
     fields: Fields
@@ -71,8 +69,7 @@ class GGUFSource:
         return f"{self.arch}.{name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFSource:
+class HFSource(Struct, frozen=True, kw_only=True):
     """config.json (its text part) and the tensors' shapes under canonical names."""
 
     fields: Fields

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from paceline.plan.plan import Plan, Value
 
@@ -24,8 +25,7 @@ def last_uses(plan: Plan) -> dict[int, int]:
     return last
 
 
-@dataclass(frozen=True, slots=True)
-class Arena:
+class Arena(Struct, frozen=True):
     """`slot_of` a root value, and the bytes each slot needs."""
 
     slot_of: dict[int, int]

@@ -8,14 +8,14 @@ Batch structure lives in StepInput alone, so a plan never depends on the batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 Rows = Literal["tokens", "logits"]
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(Struct, frozen=True):
     """An activation. With `parent`: a view of columns [offset, offset + cols) of the parent."""
 
     id: int
@@ -26,8 +26,7 @@ class Value:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(Struct, frozen=True):
     """One step of the program. `weights` are canonical tensor names; `attrs` are op constants."""
 
     name: str
@@ -132,8 +131,7 @@ class Plan:
         return plan
 
 
-@dataclass(frozen=True, slots=True)
-class RopeTable:
+class RopeTable(Struct, frozen=True):
     """Rotary frequencies after scaling: angle = position * inv_freq[i]; cos, sin times `mscale`."""
 
     inv_freq: tuple[float, ...]

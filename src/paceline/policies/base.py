@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+
+from msgspec import Struct
+from msgspec.structs import fields
 
 from paceline.config import parse_spec
 from paceline.errors import ParameterError
 from paceline.loading import load
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from paceline.engine.sequence import Sequence
 
-Options = TypeVar("Options", bound="DataclassInstance")
+Options = TypeVar("Options", bound=Struct)
 
 
-@dataclass(slots=True)
-class Budget:
+class Budget(Struct):
     """What a step has given out so far, and what it may still give."""
 
     num_left: int  # tokens
@@ -48,7 +47,7 @@ def load_policy(spec: str) -> Policy:
 
 
 def parse_options(cls: type[Options], policy: str, options: Mapping[str, str]) -> Options:
-    """Return `cls`, a dataclass of float fields, filled from a spec's options."""
+    """Return `cls`, a Struct of float fields, filled from a spec's options."""
     known = [f.name for f in fields(cls)]
     values: dict[str, float] = {}
     for key, text in options.items():

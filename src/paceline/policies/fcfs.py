@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from paceline.policies.base import Budget, parse_options
 
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     """None."""
 
 

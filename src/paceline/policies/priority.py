@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from paceline.policies.base import Budget, parse_options
 
@@ -13,8 +14,7 @@ if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     """None."""
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from paceline.errors import ParameterError
 from paceline.policies.base import Budget, parse_options
@@ -18,8 +19,7 @@ _FORGET = 0.95  # weight of a step's measurement one step later
 _MIN_STEPS = 4  # measured steps before the fit is believed
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Struct, frozen=True):
     """`floor` tokens of prefill go into every step, so that a prompt always moves on."""
 
     step_ms: float = 50.0

@@ -9,7 +9,7 @@ pattern before it left, and text between matches is kept as words of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from paceline.errors import TokenizerError
 
@@ -63,8 +63,7 @@ _QWEN35 = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
+class PreTokenizer(Struct, frozen=True):
     """How one name cuts text, and what else the name implies."""
 
     patterns: tuple[str, ...]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from paceline.errors import TokenizerError
 from paceline.weights.checkpoint import GGUFTokenizerData
@@ -31,8 +31,7 @@ _END_MARKERS = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Struct, frozen=True):
     """Token texts by id, ids by text, and the ids and texts of each kind that is not ordinary."""
 
     tokens: list[str]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from paceline.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from paceline.loading import available, load
@@ -38,8 +39,7 @@ END_MARKERS = frozenset({
 _CONTROL = 3  # token_type of control tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GGUFTokenizerData:
+class GGUFTokenizerData(Struct, frozen=True, kw_only=True):
     """The `tokenizer.ggml.*` keys. `tokens` and `merges` may be lazy sequences of str."""
 
     model: str  # "gpt2" (byte-level BPE) or "llama" (SPM)
@@ -59,16 +59,14 @@ class GGUFTokenizerData:
     cache_key: str  # identifies the file, for a cache of the built tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFTokenizerData:
+class HFTokenizerData(Struct, frozen=True, kw_only=True):
     """`tokenizer.json` as bytes and `tokenizer_config.json` as a dict ({} where absent)."""
 
     json: bytes
     config: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDefaults:
+class GenerationDefaults(Struct, frozen=True, kw_only=True):
     """From generation_config.json or the GGUF's keys; None where the file says nothing."""
 
     eos_ids: tuple[int, ...] = ()
@@ -78,8 +76,7 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Struct, frozen=True, kw_only=True):
     """An opened model. Tensors are views of mapped files until they are used."""
 
     path: Path

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from paceline.errors import ModelFormatError
 
 MAX_INT = 2**31 - 1  # sizes end up in the native core's 32-bit integers
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
+class Fields(Struct, frozen=True):
     """Metadata of the file or folder `where`. Every error names it, the key and the value.
 
     A look-up without default raises ModelFormatError when the key is absent or null.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline import _native
 from paceline.errors import ModelFormatError, UnsupportedModelError
@@ -43,12 +43,12 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-@dataclass(frozen=True, slots=True)
 class StringArray(Sequence[str]):
     """Strings in the mapped file, decoded when asked for; bad UTF-8 becomes U+FFFD."""
 
-    data: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int64]  # [n + 1] where each string's 8-byte length begins
+    def __init__(self, data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> None:
+        self.data = data
+        self.offsets = offsets  # [n + 1] where each string's 8-byte length begins
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -68,8 +68,7 @@ class StringArray(Sequence[str]):
         return iter(_native.gguf_strings(self.data, self.offsets))
 
 
-@dataclass(frozen=True, slots=True)
-class GGUF:
+class GGUF(Struct, frozen=True):
     """An open GGUF model, all shards together.
 
     Metadata values are int, float, bool, str, NumPy arrays, StringArray, or lists of those.

@@ -14,13 +14,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline import _native
 from paceline.errors import ModelFormatError
@@ -42,8 +42,7 @@ _MAGIC = b"paceline-packed\n"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
+class PackedTensor(Struct, frozen=True):
     """A weight of `rows` outputs and `k` inputs in panels; `data` is uint8, 64-byte aligned."""
 
     format: str

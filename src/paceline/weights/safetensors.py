@@ -10,10 +10,11 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from paceline.errors import ModelFormatError, ModelNotFoundError
 from paceline.weights.mapped_file import map_file
@@ -26,8 +27,7 @@ SINGLE = "model.safetensors"
 _FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
-@dataclass(frozen=True, slots=True)
-class HFFolder:
+class HFFolder(Struct, frozen=True):
     """An open folder. JSON files that are absent are {}; `tokenizer_json` is then b""."""
 
     path: Path

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline.errors import UnsupportedModelError
 
@@ -37,8 +37,7 @@ _BLOCKS_AT_ONCE = 1 << 14  # bounds the temporaries of dequantize to a few MB
 _SCALES_AT_ONCE = 1 << 18  # and those of is_finite
 
 
-@dataclass(frozen=True, slots=True)
-class QTensor:
+class QTensor(Struct, frozen=True):
     """A weight of `shape` [N, K], or [N] for vectors.
 
     `data` is uint8 [N, row_bytes], or [row_bytes] for vectors. With `row_order`, row i of the
@@ -55,8 +54,7 @@ class QTensor:
         return int(self.data.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """Where a tensor lies in a mapped file. `format` may be one that this build cannot read."""
 
     name: str
