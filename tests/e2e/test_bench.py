@@ -225,6 +225,15 @@ def test_ctrl_c_reports_what_was_measured(tmp_path):
     assert document["stages"][0]["requests"]["ok"] >= 3
 
 
+def test_a_burst_sends_all_at_once_and_no_more():
+    with FakeServer(lambda number, body: GOOD) as server:
+        document = bench("--target", server.url, "--arrival", "burst", "--requests", "20")
+        came = [served.came_at for served in server.served]
+    assert len(came) == 20
+    assert max(came) - min(came) < 0.1
+    assert document["stages"][0]["client"]["send_lag_ms"]["max"] < 100
+
+
 def test_the_rate_that_holds_is_found(tmp_path):
     """A server whose TTFT jumps above 8 requests in the last second: the search finds about 8."""
     came: list[float] = []
@@ -315,6 +324,8 @@ def test_the_terminal_report_names_what_matters(tmp_path):
         (("--target", "x", "--rate", "0"), "--rate is '0'"),
         (("--target", "x", "--concurrency", "2", "--rate", "1"), "closed loop"),
         (("--target", "x", "--find-rate"), "needs an objective"),
+        (("--target", "x", "--arrival", "burst"), "needs --requests"),
+        (("--target", "x", "--arrival", "burst", "--requests", "2", "--sweep", "1,2"), "own times"),
         (("--target", "a=x", "--target", "a=y"), "one name"),
         (("--target", "x", "--workload", "nope"), "no workload is called 'nope'"),
         (("--target", "x", "--body", "{"), "--body is no JSON"),

@@ -163,6 +163,7 @@ class Load:
                 return
             idx, conversation = self._source.take()
             self._spawn(self._guest(idx, conversation, at))
+            await asyncio.sleep(0)  # let it send, and count, before the next is looked at
 
     def _arrivals(self, load: Arrivals) -> Iterator[float]:
         for at in load.times(self._seed):

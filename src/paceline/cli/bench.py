@@ -170,7 +170,11 @@ def bench(
     ] = None,
     duration: Annotated[
         str | None,
-        _option(LOAD, "--duration", help="End after so long. Default: 30s, without --requests."),
+        _option(
+            LOAD,
+            "--duration",
+            help="End after so long. Default: 30s, or the trace's end, without --requests.",
+        ),
     ] = None,
     warmup: Annotated[
         str,
@@ -269,7 +273,9 @@ def bench(
     plan = Plan(
         workload=built,
         objectives=parse_objectives(slo or ()),
-        limits=read_limits(requests, duration, warmup, drain, timeout, is_search=find_rate),
+        limits=read_limits(
+            requests, duration, warmup, drain, timeout, arrival=arrival, is_search=find_rate
+        ),
         seed=str(seed),
         count_tokens=count_tokens,
         price=Price(per_hour=price, watts=watts),

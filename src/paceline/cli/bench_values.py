@@ -72,6 +72,11 @@ def read_loads(
     from paceline.bench.units import parse_positive
 
     given = None if rate is None else parse_positive(rate, "--rate")
+    has_own_rate = arrival.split(":")[0] in ("burst", "replay")
+    if has_own_rate and (given is not None or sweep is not None or find_rate):
+        raise ParameterError(
+            f"--arrival {arrival} has its own times: leave out --rate, --sweep and --find-rate"
+        )
     is_open = given is not None or sweep is not None or find_rate or arrival != "poisson"
     if concurrency is not None and is_open:
         raise ParameterError(
@@ -102,6 +107,7 @@ def read_limits(
     drain: str,
     timeout: str,
     *,
+    arrival: str,
     is_search: bool,
 ) -> Limits:
     from paceline.bench.load import Limits
@@ -109,7 +115,9 @@ def read_limits(
 
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
-    if duration is None and requests is None:
+    if arrival.startswith("burst") and requests is None:
+        raise ParameterError("--arrival burst needs --requests: how many come at once")
+    if duration is None and requests is None and not arrival.startswith("replay"):
         duration = "30s"
     is_count = warmup.isdecimal()
     return Limits(
