@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from paceline.cli.options import Model, engine_options
@@ -48,7 +48,7 @@ def offline(
     from paceline.cli.loading import load
 
     batches, inputs = _counts(batch, "--batch"), _counts(input_tokens, "--input")
-    config = dataclasses.replace(config, max_num_seqs=max(config.max_num_seqs, *batches))
+    config = msgspec.structs.replace(config, max_num_seqs=max(config.max_num_seqs, *batches))
     loaded = load(model, config)
     cells = list(grid(batches, inputs, output_tokens))
     with offline_status() as say:
