@@ -78,8 +78,8 @@ def serve(script: Callable[[int], Script], pipe: Connection) -> None:
 
 def run(
     script: Callable[[int], Script], load: Arrivals | Closed, limits: Limits, log: Path
-) -> tuple[dict[str, Any], list[Any], list[dict[str, Any]]]:
-    """Return the stage's summary, what the server saw, and the request lines."""
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the stage's summary and what the server saw."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=serve, args=(script, theirs), daemon=True)
     process.start()
@@ -93,13 +93,13 @@ def run(
     ours.send("stop")
     served = ours.recv()
     process.join()
-    lines = [json.loads(line) for line in log.read_text().splitlines()][:-1]
-    return result.document["stages"][0], served, lines
+    return result.document["stages"][0], served
 
 
 def check_truth(log: Path) -> dict[str, Any]:
     """Return the errors (ms) of TTFT, gaps, TPOT and the spread that the machine itself adds."""
-    stage, served, lines = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
+    stage, served = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()][:-1]
     errors: dict[str, list[float]] = {"ttft_ms": [], "gap_ms": [], "tpot_ms": []}
     served.sort(key=lambda item: item[1])
     lines.sort(key=lambda line: line["scheduled_s"])
@@ -140,7 +140,7 @@ def check_truth(log: Path) -> dict[str, Any]:
 
 def check_streams(log: Path, num_streams: int = 500) -> dict[str, Any]:
     limits = Limits(duration_s=20.0, warmup_s=3.0)
-    stage, _, _ = run(slow_script, Closed(num_streams), limits, log)
+    stage, _ = run(slow_script, Closed(num_streams), limits, log)
     return {
         "streams": num_streams,
         "output_tokens_per_s": stage["throughput"]["output_tokens_per_s"],
@@ -155,7 +155,7 @@ def check_memory(log: Path) -> dict[str, Any]:
     """Return the peak of resident memory after a tenth of the tokens and after all."""
     peaks = []
     for num_requests in (100, 1000):
-        stage, _, _ = run(fast_script, Closed(20), Limits(num_requests=num_requests), log)
+        stage, _ = run(fast_script, Closed(20), Limits(num_requests=num_requests), log)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     return {
         "tokens": stage["throughput"]["output_tokens"],
