@@ -35,7 +35,7 @@ def peak() -> dict[str, float]:
     """GMAC/s and GB/s of one core."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/peak"
-        flags = ["-O3", "-march=native", "-std=c++20"]
+        flags = ["-O3", "-march=native", "-std=c++20", "-pthread"]
         subprocess.run(["g++", *flags, str(HERE / "peak.cpp"), "-o", program], check=True)
         result: dict[str, float] = json.loads(subprocess.check_output([program]))
         return result

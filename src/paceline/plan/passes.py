@@ -250,10 +250,8 @@ def _producers(plan: Plan) -> dict[int, Op]:
 
 def _reads(plan: Plan) -> Counter[int]:
     """How often each value is read: by ops, through views, and as an output."""
-    counts: Counter[int] = Counter()
-    for value in [v for op in plan.ops for v in op.inputs] + list(plan.outputs.values()):
-        counts.update({value.id, root_id(value)})
-    return counts
+    values = [*(v for op in plan.ops for v in op.inputs), *plan.outputs.values()]
+    return Counter(i for value in values for i in {value.id, root_id(value)})
 
 
 def _swap(value: Value, subst: Mapping[int, Value]) -> Value:
