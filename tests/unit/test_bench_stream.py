@@ -18,7 +18,7 @@ def payloads(*packets: bytes) -> list[bytes]:
 
 
 def test_events_are_the_same_wherever_packets_end():
-    stream = b': hi\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:{"b":\ndata: 2}\n\ndata: [DONE]\n\n'
+    stream = b': x\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:{"b":\r\ndata: 2}\r\n\r\ndata: [DONE]\n\n'
     expected = [b'{"a":1}', b'{"b":\n2}', b"[DONE]"]
     for size in range(1, len(stream) + 1):
         packets = [stream[i : i + size] for i in range(0, len(stream), size)]
