@@ -8,3 +8,4 @@ void bind_weights(nb::module_& m);  // bind_weights.cpp: packing, and kernels on
 void bind_gguf(nb::module_& m);     // bind_gguf.cpp: bounded walk over GGUF string arrays
 void bind_sampler(nb::module_& m);  // bind_sampler.cpp: batched sampling
 void bind_measure(nb::module_& m);  // bind_measure.cpp: read bandwidth of the machine
+void bind_text(nb::module_& m);     // bind_text.cpp: byte-pair encoding

@@ -1,8 +1,7 @@
 """ByteBPE: byte-level BPE from a GGUF's tokens and merges.
 
-Words are cut by the regex engine of `tokenizers` and merged here: its BPE model takes 0.1 s to
-build from 49,000 tokens and 0.4 s from 150,000, two dicts take a tenth of that, and with words
-remembered, encoding is as fast (0.8 against 0.5 ms for a thousand tokens of prose).
+Words are cut by the regex engine of `tokenizers` and merged by `native/bpe.cpp`, which reads tokens
+and merges where they lie in the mapped file: see docs/architecture.md for what that saves.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from collections.abc import Sequence
 
 from tokenizers import Regex, pre_tokenizers
 
+from paceline import _native
 from paceline.errors import TokenizerError
 from paceline.text.literals import Literals
-from paceline.text.merging import NO_MERGE, merge
-from paceline.text.pretokenizers import GPT2, pre_tokenizer
-from paceline.text.vocabulary import Vocabulary
+from paceline.text.pretokenizers import pre_tokenizer
+from paceline.text.vocabulary import Vocabulary, string_array
 from paceline.weights.checkpoint import GGUFTokenizerData
-
-MAX_CACHED_WORDS = 50_000
-MAX_CACHED_WORD_LEN = 64
+from paceline.weights.gguf import StringArray
 
 
 def _byte_chars() -> dict[str, int]:
@@ -59,9 +56,7 @@ class ByteBPE:
         self._vocabulary = vocabulary
         self._nfc = rule.nfc
         self._whole_words = rule.whole_words
-        self._ids = vocabulary.ids
-        self._ranks: dict[str, int] = dict(zip(data.merges, range(len(data.merges)), strict=True))
-        self._words: dict[str, list[int]] = {}
+        self._pairs = _byte_pairs(vocabulary.tokens, string_array(data.merges))
         self._cut = _pre_tokenizer_of(rule.patterns)
         self._plain = Literals(vocabulary.user_defined)
         self._special = Literals({**vocabulary.user_defined, **vocabulary.special})
@@ -88,38 +83,22 @@ class ByteBPE:
             return
         if self._nfc and not text.isascii():
             text = unicodedata.normalize("NFC", text)
-        words = self._words
-        for word, _ in self._cut.pre_tokenize_str(text):
-            known = words.get(word)
-            ids += self._encode_word(word) if known is None else known
+        words = self._cut.pre_tokenize_str(text)
+        ids += self._pairs.encode_words(words, self._whole_words)
 
-    def _encode_word(self, word: str) -> list[int]:
-        whole = self._ids.get(word) if self._whole_words else None
-        if whole is not None:
-            ids = [whole]
-        else:
-            # A byte that the vocabulary lacks has no token; dropping it is what peers do.
-            found = (self._ids.get(part) for part in merge(list(word), self._rank))
-            ids = [token_id for token_id in found if token_id is not None]
-        if len(word) <= MAX_CACHED_WORD_LEN:
-            if len(self._words) >= MAX_CACHED_WORDS:
-                self._words.clear()
-            self._words[word] = ids
-        return ids
 
-    def _rank(self, left: str, right: str) -> float:
-        return self._ranks.get(f"{left} {right}", NO_MERGE)
+def _byte_pairs(tokens: StringArray, merges: StringArray) -> _native.BytePairs:
+    """Return the native encoder. A byte that the vocabulary lacks has no id, as with peers."""
+    try:
+        return _native.BytePairs(tokens.data, tokens.offsets, merges.data, merges.offsets)
+    except ValueError as error:
+        raise TokenizerError(
+            f"tokenizer.ggml.tokens or merges: {error}: convert the model again"
+        ) from None
 
 
 def _pre_tokenizer_of(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
-    """Cut by each pattern in turn, then write bytes as characters."""
-    *first, last = patterns
-    steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in first
-    ]
-    if last == GPT2:  # compiled into the library
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
-    else:
-        steps.append(pre_tokenizers.Split(Regex(last), "isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    return pre_tokenizers.Sequence(steps)
+    """Cut by each pattern in turn."""
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    )

@@ -1,4 +1,4 @@
-"""Bottom-up merging of symbols, the loop that byte-level BPE and SentencePiece share."""
+"""Bottom-up merging of symbols by a rank of any kind: the loop of SentencePiece."""
 
 from __future__ import annotations
 

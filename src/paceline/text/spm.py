@@ -25,7 +25,7 @@ class SentencePiece:
     """Encodes with merges in score order; decodes pieces to bytes."""
 
     def __init__(self, data: GGUFTokenizerData, vocabulary: Vocabulary) -> None:
-        tokens = vocabulary.tokens
+        tokens = list(vocabulary.tokens)
         if len(data.scores) != len(tokens):
             raise TokenizerError(
                 f"tokenizer.ggml.scores has {len(data.scores)} entries for {len(tokens)} tokens: "
@@ -39,7 +39,7 @@ class SentencePiece:
         self._unk_id = 0 if data.unk_id is None else data.unk_id
         self._byte_of = {i: _byte_value(tokens[i]) for i in vocabulary.byte_ids}
         self._id_of_byte = {value: i for i, value in self._byte_of.items()}
-        self._ids = _pieces(vocabulary)
+        self._ids = _pieces(tokens, vocabulary)
         user_defined = {t.replace(" ", SPACE): i for t, i in vocabulary.user_defined.items()}
         special = {t.replace(" ", SPACE): i for t, i in vocabulary.special.items()}
         self._user_defined = Literals(user_defined)
@@ -119,13 +119,13 @@ class SentencePiece:
                 ids.append(self._id_of_byte.get(byte, self._unk_id))
 
 
-def _pieces(vocabulary: Vocabulary) -> dict[str, int]:
+def _pieces(tokens: Sequence[str], vocabulary: Vocabulary) -> dict[str, int]:
     """Ids of the texts that merging may produce: not special tokens, not bytes."""
-    pieces = dict(vocabulary.ids)
+    pieces = dict(zip(tokens, range(len(tokens)), strict=True))
     for text in vocabulary.special:
         del pieces[text]
     for byte_id in vocabulary.byte_ids:
-        pieces.pop(vocabulary.tokens[byte_id], None)
+        pieces.pop(tokens[byte_id], None)
     return pieces
 
 

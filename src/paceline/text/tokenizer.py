@@ -59,7 +59,9 @@ class Tokenizer:
     @cached_property
     def max_token_chars(self) -> int:
         """No token stands for more characters of a prompt than this."""
-        return max(map(len, self._tokens), default=1)
+        from paceline.text.vocabulary import longest
+
+        return longest(self._tokens)
 
     @property
     def adds_bos(self) -> bool:

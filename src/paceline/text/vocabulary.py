@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from paceline.errors import TokenizerError
 from paceline.weights.checkpoint import GGUFTokenizerData
+from paceline.weights.gguf import StringArray
 
 
 class TokenType(IntEnum):
@@ -32,10 +33,9 @@ _END_MARKERS = frozenset({
 
 
 class Vocabulary(Struct, frozen=True):
-    """Token texts by id, ids by text, and the ids and texts of each kind that is not ordinary."""
+    """Token texts by id, decoded when asked for, and all of each kind that is not ordinary."""
 
-    tokens: list[str]
-    ids: dict[str, int]
+    tokens: StringArray
     special: dict[str, int]  # control and unknown: matched only where special tokens are parsed
     user_defined: dict[str, int]  # always matched whole
     unused: frozenset[int]
@@ -57,13 +57,33 @@ def numbers(values: Sequence[float], key: str) -> npt.NDArray[np.float32]:
         ) from None
 
 
+def string_array(strings: Sequence[str]) -> StringArray:
+    """Return `strings` as a file holds them; those of a file are taken as they are."""
+    if isinstance(strings, StringArray):
+        return strings
+    encoded = [text.encode() for text in strings]
+    data = b"".join(len(text).to_bytes(8, "little") + text for text in encoded)
+    offsets = np.cumsum([0, *(8 + len(text) for text in encoded)], dtype=np.int64)
+    return StringArray(np.frombuffer(data, np.uint8), offsets)
+
+
+def longest(tokens: Sequence[str]) -> int:
+    """Return the characters of the longest token, 1 if there is none. Decodes few of a file's."""
+    if not isinstance(tokens, StringArray):
+        return max(map(len, tokens), default=1)
+    num_bytes = np.diff(tokens.offsets) - 8
+    num_chars = len(tokens[int(num_bytes.argmax())])  # no fewer can fit into fewer bytes
+    wider = np.flatnonzero(num_bytes > num_chars).tolist()
+    return max([num_chars, *(len(tokens[i]) for i in wider)])
+
+
 def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
-    """Sort the tokens of `data` by kind. O(tokens)."""
-    tokens = list(data.tokens)
-    if not tokens:
+    """Sort the tokens of `data` by kind. O(tokens), of which only the rare ones are decoded."""
+    if len(data.tokens) == 0:
         raise TokenizerError("tokenizer.ggml.tokens is empty: convert the model again")
-    if not isinstance(tokens[0], str):
+    if not isinstance(data.tokens[0], str):
         raise TokenizerError("tokenizer.ggml.tokens holds no strings: convert the model again")
+    tokens = string_array(data.tokens)
     types = numbers(data.token_types, "token_type")
     if len(types) and len(types) != len(tokens):
         raise TokenizerError(
@@ -95,7 +115,6 @@ def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
         user_defined.pop(text, None)
     return Vocabulary(
         tokens=tokens,
-        ids=dict(zip(tokens, range(len(tokens)), strict=True)),
         special=special,
         user_defined=user_defined,
         unused=frozenset(unused),
