@@ -146,20 +146,21 @@ def test_a_call_that_is_given_up_closes_in_every_phase(server, phase, stream, cu
     connection = send(server, model=server.name, stream=stream, prompt=prompt, seed=77)
     if phase == "queue":
         wait_until(lambda: server.stats().num_waiting == 1)
+        time.sleep(0.1)
     elif phase == "prefill":
         wait_until(lambda: server.stats().num_running == 1)
     else:
         wait_until(lambda: server.stats().num_generated_tokens > before + 5)
     cut(connection)
     call = next_call(server, num_calls)
+    for other in others:
+        other.close()
+    server.drain()
     assert call.outcome == "aborted"
     figures = call.figures()
     assert_closes(figures)
     if phase == "queue":
-        assert figures["parts_ms"]["queue_budget"] > 0.9 * figures["wall_ms"] - 5
-    for other in others:
-        other.close()
-    server.drain()
+        assert figures["parts_ms"]["queue_budget"] > 90
 
 
 def next_call(server, num_before):
@@ -359,7 +360,7 @@ def test_a_trace_has_every_step_and_call_in_rows_that_do_not_overlap(server):
             while open_ends and open_ends[-1] <= event["ts"] + 0.01:
                 open_ends.pop()
             end = event["ts"] + event["dur"]
-            assert not open_ends or end <= open_ends[-1] + 0.01  # nested, never across
+            assert not open_ends or end <= open_ends[-1] + 0.01, (row, event)  # nested
             open_ends.append(end)
     steps = [event for event in slices if event["name"].startswith("step ")]
     assert len(steps) == server.stats().num_steps

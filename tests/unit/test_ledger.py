@@ -169,6 +169,19 @@ def test_choices_share_the_prompts_time_and_part_afterwards():
         assert_closes(ledger)
 
 
+def test_a_choice_without_a_seat_waited_in_the_queue_before_its_prompt_only():
+    engine, clock = make(max_num_seqs=2)
+    answers = Answers()
+    engine.submit(make_request("a", (1,) * 20, greedy(5, n=4)), answers)
+    clock.now_ns += 2 * MS
+    finish(engine)
+    for index in range(4):
+        timings = answers["a", index].end.timings
+        assert timings.queue_s == pytest.approx(0.002)
+        assert timings.ttft_s == pytest.approx(0.023)
+        assert_closes(answers["a", index].end.ledger)
+
+
 def test_choices_given_up_in_the_prompt_have_its_time():
     engine, clock = make(max_batched_tokens=16)
     answers = Answers()

@@ -64,13 +64,13 @@ class Scheduler:
         Precondition: exactly the prompt of `parent` is computed. Without a free seat the child
         waits and computes the prompt itself.
         """
+        child.scheduled_ns = parent.scheduled_ns  # the prompt's steps were the child's, too
         if len(self.running) >= self._max_num_seqs:
             self.waiting.append(child)
             return
         self.pool.share(parent.block_table)
         child.block_table.extend(parent.block_table)
         child.num_computed = parent.num_computed
-        child.scheduled_ns = parent.scheduled_ns
         child.state = State.RUNNING
         self.running.append(child)
 
