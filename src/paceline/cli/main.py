@@ -121,6 +121,8 @@ def set_up_streams() -> None:
 
 def main() -> None:
     """Run the command line: exit code 1 is an error of ours, 2 of usage, 130 Ctrl-C."""
+    # NumPy only holds arrays here: starting threads for its linear algebra would delay the answer.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     set_up_streams()
     try:
         set_up_logging()
