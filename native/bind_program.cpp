@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <iterator>
 #include <map>
 #include <optional>
@@ -25,6 +26,9 @@ using Array = nb::ndarray<nb::ro, nb::device::cpu>;
 using Logits = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 using Place = std::tuple<int, size_t, size_t, int, bool>;  // arena slot, byte offset, row bytes, columns, is q8
 using WeightPart = std::tuple<Array, size_t, int, int, std::string, std::optional<Array>>;
+
+// The clock of Python's time.monotonic_ns.
+int64_t monotonic_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -151,6 +155,7 @@ class BoundProgram {
     {
       nb::gil_scoped_release unlocked;
       program_.forward(a);
+      forward_end_ns_ = monotonic_ns();
     }
     return Logits(logits_.data, {size_t(a.L), size_t(logits_.cols)}, self);
   }
@@ -176,6 +181,8 @@ class BoundProgram {
   }
 
   Program& program() { return program_; }
+  // When the last forward was done: what the caller waits beyond it, it waits for the GIL.
+  int64_t forward_end_ns() const { return forward_end_ns_; }
 
   std::map<std::string, double> profile() const {
     std::map<std::string, double> seconds;
@@ -239,6 +246,7 @@ class BoundProgram {
   std::vector<Array> kept_;
   Program program_;
   Mat logits_;
+  int64_t forward_end_ns_ = 0;
   int num_layers_ = 0, kv_heads_ = 0, head_dim_ = 0, num_positions_ = 0;
 };
 
@@ -274,6 +282,8 @@ void bind_program(nb::module_& m) {
       .def("write_blocks", &BoundProgram::write_blocks)
       .def("set_profiling", [](BoundProgram& self, bool on) { self.program().set_profiling(on); })
       .def("profile", &BoundProgram::profile, "Seconds spent so far in each kind of op, while profiling was on.")
+      .def_prop_ro("forward_end_ns", &BoundProgram::forward_end_ns,
+                   "time.monotonic_ns when the last forward was done; the caller waits for the GIL after it.")
       .def_prop_ro("isa", [](BoundProgram& self) { return self.program().table().isa; })
       .def_prop_ro("num_threads", [](BoundProgram& self) { return self.program().num_threads(); })
       .def_prop_ro("block_bytes", [](BoundProgram& self) { return self.program().block_bytes(); });

@@ -26,6 +26,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
     seed: int = 0  # base of the seeds of requests that bring none
+    ledger: bool = False  # book where each request's time goes
 
     def __post_init__(self) -> None:
         positive = ("max_num_seqs", "max_batched_tokens", "block_size")
@@ -40,7 +41,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 raise ParameterError(
                     f"{name} is {value}: it must be at most {MAX_STEP}", param=name
                 )
-        for name, kind in (("policy", str), ("backend", str), ("seed", int)):
+        for name, kind in (
+            ("policy", str), ("backend", str), ("seed", int), ("ledger", bool),
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise ParameterError(

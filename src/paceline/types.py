@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct, field
 
 from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    from paceline.measure.ledger import Ledger
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
@@ -168,7 +171,7 @@ class Delta(Struct, frozen=True, kw_only=True):
 
     `token_ids` are the tokens committed since the last delta; their text may still be held back
     (partial UTF-8, partial stop string) and then comes with a later delta. The last delta of a
-    choice has `finish_reason`, `usage` and `timings`.
+    choice has `finish_reason`, `usage`, `timings`, and its `ledger` where the engine keeps one.
     """
 
     request_id: str
@@ -181,3 +184,4 @@ class Delta(Struct, frozen=True, kw_only=True):
     error: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    ledger: Ledger | None = None

@@ -18,6 +18,8 @@ import uvicorn
 from paceline.config import EngineConfig
 from paceline.engine.build import LoadedModel, load_model
 from paceline.server.app import create_app
+from paceline.server.calls import Call
+from paceline.server.timekeeping import TimedProtocol
 from tests.tiny import TinyTokenizer, successor_model, write_gguf
 
 TOKENIZER = TinyTokenizer()
@@ -100,17 +102,40 @@ class HttpServer:
         assert self.complete("a", temperature=0)["choices"][0]["text"] == ALPHABET[1:]
 
 
+class CallMemory:
+    """An observer that remembers the calls that have ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def write(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def close(self) -> None:
+        pass
+
+
 class LiveServer(HttpServer):
     """Serves a model over real HTTP from a thread of this process."""
 
-    def __init__(self, model: Path, *, chat_template: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        chat_template: str | None = None,
+        protocol: type[TimedProtocol] = TimedProtocol,
+        **options: Any,
+    ) -> None:
+        engine_config = EngineConfig(**{"ledger": True, **options})
         self.loaded: LoadedModel = load_model(
-            str(model), EngineConfig(**options), chat_template=chat_template
+            str(model), engine_config, chat_template=chat_template
         )
         self.engine = self.loaded.engine
+        memory = CallMemory()
+        self.calls = memory.calls
         config = uvicorn.Config(
-            create_app(self.loaded), host="127.0.0.1", port=0, log_config=None, lifespan="on",
-            timeout_graceful_shutdown=1,
+            create_app(self.loaded, observers=[memory]), host="127.0.0.1", port=0,
+            log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=protocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paceline.backends.base import StepInput
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
+from paceline.engine.recorder import Recorder
 from paceline.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.unit.piece_tokenizer import PieceTokenizer
 from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script
@@ -40,6 +41,7 @@ def make_engine(
     max_batched_tokens: int = 64,
     policy: str = "fcfs",
     seed: int = 0,
+    recorder: Recorder | None = None,
 ) -> Engine:
     config = EngineConfig(
         block_size=BLOCK_SIZE,
@@ -63,6 +65,7 @@ def make_engine(
         num_blocks=num_blocks,
         vocab_size=vocab_size,
         eos_ids=eos_ids,
+        recorder=recorder,
         clock=clock or Clock(),
     )
 

@@ -17,7 +17,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ModelNotFoundError, ParameterError
 from paceline.types import Timings, Usage
 
-COMMANDS = ("run", "chat", "serve", "info", "pull", "list")
+COMMANDS = ("run", "chat", "serve", "info", "pull", "list", "bench")
 
 
 @engine_options

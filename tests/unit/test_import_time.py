@@ -45,6 +45,12 @@ def test_the_command_line_imports_neither_server_nor_numpy():
     assert loaded.isdisjoint({"numpy", "tokenizers", "fastapi", "uvicorn", "jinja2"})
 
 
+def test_what_runs_one_prompt_brings_in_no_measuring():
+    code = "import sys, paceline.engine.build, paceline.llm, paceline.cli.run; print(*sys.modules)"
+    loaded = set(run(code).split())
+    assert loaded.isdisjoint({"paceline.measure.recorder", "paceline.server.app", "fastapi"})
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="Engine"):
         getattr(paceline, "Engine")  # noqa: B009  (a plain attribute would be a useless statement)

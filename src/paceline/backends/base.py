@@ -49,9 +49,14 @@ class StepInput(Struct, frozen=True):
 
 
 class StepOutput(Struct, frozen=True):
-    """`logits` [L, V] is a view that the next forward overwrites."""
+    """`logits` [L, V] is a view that the next forward overwrites.
+
+    `end_ns` is when the work was done, on the clock of time.monotonic_ns, where the backend knows
+    it: what follows is the caller's wait for the GIL. 0: not known.
+    """
 
     logits: F32
+    end_ns: int = 0
 
 
 class Backend(Protocol):

@@ -81,11 +81,12 @@ class NativeBackend:
 
     def forward(self, step: StepInput) -> StepOutput:
         """Raises ValueError, before anything runs, for an array or index that does not fit."""
-        logits = self._loaded().forward(
+        program = self._loaded()
+        logits = program.forward(
             step.tokens, step.positions, step.slots, step.seqs, step.block_tables,
             step.logit_rows, step.tree,
         )  # fmt: skip
-        return StepOutput(logits)
+        return StepOutput(logits, program.forward_end_ns)
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         self._loaded().copy_blocks(list(src), list(dst))

@@ -23,7 +23,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # Typer's public BadParameter is the class of all usage errors in both.
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
-# command -> its function, in the module of paceline.cli with the command's name
+# command -> its function or Typer, in the module of paceline.cli with the command's name
 _COMMANDS = {
     "run": "run",
     "chat": "chat",
@@ -31,6 +31,8 @@ _COMMANDS = {
     "info": "info",
     "pull": "pull",
     "list": "list_models",
+    "trace": "trace",
+    "bench": "app",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",
@@ -48,8 +50,13 @@ class _Commands(TyperGroup):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"paceline.cli.{cmd_name}")
+        found = getattr(module, _COMMANDS[cmd_name])
+        if isinstance(found, typer.Typer):  # a command with commands of its own
+            group = typer.main.get_group(found)
+            group.name = cmd_name
+            return group
         alone = typer.Typer(add_completion=False, **_SETTINGS)
-        alone.command(cmd_name)(getattr(module, _COMMANDS[cmd_name]))
+        alone.command(cmd_name)(found)
         return typer.main.get_command(alone)
 
 
@@ -114,6 +121,8 @@ def set_up_streams() -> None:
 
 def main() -> None:
     """Run the command line: exit code 1 is an error of ours, 2 of usage, 130 Ctrl-C."""
+    # NumPy only holds arrays here: starting threads for its linear algebra would delay the answer.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     set_up_streams()
     try:
         set_up_logging()

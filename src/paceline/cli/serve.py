@@ -10,6 +10,7 @@ import sys
 from typing import Annotated
 
 import typer
+from msgspec import structs
 
 from paceline.cli.options import ChatTemplateFile, Model, engine_options
 from paceline.config import EngineConfig
@@ -28,12 +29,34 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
     ] = 8000,
+    ledger: Annotated[
+        bool,
+        typer.Option(
+            "--ledger/--no-ledger", help="Book where each call's time goes (costs less than 1 %)."
+        ),
+    ] = True,
+    access_log: Annotated[
+        str | None,
+        typer.Option(
+            "--access-log",
+            help="File that gets a line of JSON for each call, with its ledger; `-` is stderr.",
+        ),
+    ] = None,
+    otel: Annotated[
+        bool,
+        typer.Option(
+            "--otel",
+            help="Send OpenTelemetry spans, over OTLP, to where the "
+            "OTEL_EXPORTER_OTLP_* variables say.",
+        ),
+    ] = False,
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    /health says what the engine is doing.
+    /health says what the engine is doing, /metrics tells Prometheus, and
+    /v1/requests/ID/timeline where the time of an answer went.
 
     Ctrl-C stops it; calls in flight get three seconds to end, a second Ctrl-C ends them at once.
 
@@ -47,19 +70,26 @@ def serve(
       '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]}'`
     """
     from paceline.cli.loading import load
+    from paceline.server.access_log import AccessLog
     from paceline.server.serving import serve as serve_app
+    from paceline.server.spans import Spans, otlp_provider
 
     if "PACELINE_LOG" not in os.environ:
         logging.getLogger().setLevel(logging.INFO)
     listener = listen(host, port)  # a taken port is told before the model is loaded
+    log = None if access_log is None else AccessLog(access_log)
+    provider = otlp_provider() if otel else None
+    config = structs.replace(config, ledger=ledger)
     loaded = load(model, config, chat_template_file=chat_template)
+    spans = None if provider is None else Spans(provider, model=loaded.name)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     shown_host, shown_port = listener.getsockname()[:2]
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
     try:
-        serve_app(loaded, listener, grace_s=_GRACE_S)
+        observers = [observer for observer in (log, spans) if observer is not None]
+        serve_app(loaded, listener, grace_s=_GRACE_S, observers=observers)
     finally:
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 

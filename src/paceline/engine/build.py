@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
+    from paceline.measure.recorder import StepRecorder
     from paceline.text.chat_template import ChatTemplate
     from paceline.text.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer
     template: ChatTemplate | None
     engine: Engine
+    recorder: StepRecorder | None  # None: no ledger is kept
     config: EngineConfig
     isa: str
     threads_reason: str
@@ -70,8 +72,16 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
             return [bos_id, *ids]
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation, ready for the assistant's turn."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        on_rendered: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, ready for the assistant's turn.
+
+        `on_rendered` is called between the template's work and the tokenizer's.
+        """
         if self.template is None:
             raise TemplateError(
                 f"{self.name} has no chat template: use plain completions "
@@ -79,7 +89,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
                 param="messages",
             )
         self._check_fits(messages, param="messages")
-        return self.template.encode(list(messages), self.tokenizer)
+        return self.template.encode(list(messages), self.tokenizer, on_rendered=on_rendered)
 
     def _check_fits(self, texts: object, *, param: str) -> None:
         """Refuse a text that no tokenizer could fit into the context, before it is encoded."""
@@ -133,6 +143,7 @@ def load_model(
         )
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
+    recorder = _new_recorder(checkpoint, config) if config.ledger else None
     engine = Engine(
         backend=backend,
         tokenizer=tokenizer,
@@ -141,6 +152,7 @@ def load_model(
         num_blocks=kv.num_blocks,
         vocab_size=checkpoint.config.vocab_size,
         eos_ids=checkpoint.generation.eos_ids,
+        recorder=recorder,
     )
     loaded = LoadedModel(
         name=display_name(model),
@@ -149,6 +161,7 @@ def load_model(
         tokenizer=tokenizer,
         template=template,
         engine=engine,
+        recorder=recorder,
         config=resolved,
         isa=str(getattr(backend, "isa", config.backend)),
         threads_reason=str(getattr(backend, "num_threads_reason", "it has one")),
@@ -158,6 +171,13 @@ def load_model(
     )
     logger.info(describe(loaded))
     return loaded
+
+
+def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
+    from paceline.measure.recorder import StepRecorder
+    from paceline.measure.work import step_work
+
+    return StepRecorder(step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype))
 
 
 def display_name(model: str) -> str:

@@ -1,9 +1,12 @@
-"""What a request must satisfy before the engine takes it."""
+"""What a request must satisfy before the engine takes it, and the books between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from paceline.engine.block_pool import BlockPool, EngineIntegrityError
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.sequence import Sequence, State
 from paceline.errors import ParameterError, PromptTooLongError
 from paceline.types import Request
 
@@ -43,3 +46,29 @@ def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) 
             f"{num_pool_tokens - 1} or raise --kv-memory",
             param="prompt",
         )
+
+
+def check_books(
+    scheduler: Scheduler,
+    pool: BlockPool,
+    known: Collection[Sequence],
+    *,
+    block_size: int,
+    max_num_seqs: int,
+) -> None:
+    """Raise EngineIntegrityError unless blocks, states and queues agree; `known` are unfinished."""
+    running, waiting = scheduler.running, scheduler.waiting
+    pool.check_integrity(seq.block_table for seq in running)
+    for seq in running:
+        if seq.state is not State.RUNNING or len(seq.block_table) * block_size < seq.num_computed:
+            raise EngineIntegrityError(f"running sequence {seq.number} lacks state or blocks")
+    for seq in waiting:
+        if seq.state is not State.WAITING or seq.block_table or seq.num_computed:
+            raise EngineIntegrityError(f"waiting sequence {seq.number} holds blocks")
+    queued = [child for seq in (*running, *waiting) for child in (seq, *seq.siblings)]
+    if {id(seq) for seq in known} != {id(seq) for seq in queued} or len(known) != len(queued):
+        raise EngineIntegrityError(
+            f"{len(known)} unfinished sequences, but {len(queued)} are running or waiting"
+        )
+    if len(running) > max_num_seqs:
+        raise EngineIntegrityError(f"{len(running)} sequences run at once")

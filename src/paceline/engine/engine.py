@@ -5,47 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 from msgspec import Struct
 
 from paceline.backends.base import Backend
 from paceline.config import EngineConfig
-from paceline.engine.block_pool import BlockPool, EngineIntegrityError
-from paceline.engine.checks import check_ids, check_length
-from paceline.engine.sampler import (
-    Sampler,
-    choice_seed,
-    describe_failure,
-    mix,
-    token_logprob,
-)
+from paceline.engine.block_pool import BlockPool
+from paceline.engine.checks import check_books, check_ids, check_length
+from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.recorder import NoRecorder, Recorder
+from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
-from paceline.engine.sequence import Sequence, State, StreamDecoder
+from paceline.engine.sequence import Sequence, State
 from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
-from paceline.text.stream_decoder import StopMatcher
-from paceline.types import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from paceline.types import Delta, FinishReason, Request, TokenLogprob
 
 log = logging.getLogger(__name__)
 Sink = Callable[[Delta], None]
-
-
-class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]: ...
-
-    def encode(self, text: str, *, add_special: bool = ...) -> list[int]: ...
-
-    def stream_decoder(self, skip_special: bool) -> StreamDecoder: ...
 
 
 class _Live(Struct):
@@ -74,18 +54,19 @@ class Engine:
         num_blocks: int,
         vocab_size: int,
         eos_ids: tuple[int, ...],
+        recorder: Recorder | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.last_step = StepStats()
         self.max_model_len = max_model_len
         self._backend = backend
-        self._tokenizer = tokenizer
         self._config = config
         self._clock = clock
+        self._recorder = recorder or NoRecorder()
         self._num_pool_tokens = num_blocks * config.block_size
         self._vocab_size = min(vocab_size, tokenizer.vocab_size)
         self._num_model_ids = vocab_size
-        self._eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
+        known_eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(
             policy=load_policy(config.policy),
@@ -96,7 +77,14 @@ class Engine:
         )
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
-        self._sampler = Sampler(self._vocab_size, sorted(self._eos_ids), tokenizer)
+        self._sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
+        self._maker = ChoiceMaker(
+            tokenizer=tokenizer,
+            sampler=self._sampler,
+            eos_ids=known_eos_ids,
+            seed=config.seed,
+            max_len=min(max_model_len, self._num_pool_tokens),
+        )
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_generated = 0
         self._wakeup = threading.Condition()  # guards all below
@@ -133,7 +121,16 @@ class Engine:
             request_number, first_number = self._num_requests, self._num_sequences
             self._num_sequences += request.params.n
         try:
-            sequences = self._sequences(request, request_number, first_number)
+            sequences = self._maker.choices(
+                request,
+                request_number=request_number,
+                first_number=first_number,
+                arrival_ns=request.arrival_ns or self._clock(),
+            )
+            # One for all: until the prompt is computed the choices have the same time.
+            ledger = self._recorder.open(sequences[0].arrival_ns, self._clock())
+            for seq in sequences:
+                seq.ledger = ledger
             with self._wakeup:
                 self._require_open()
                 self._inbox.append(_Live(request, sink, sequences))
@@ -197,7 +194,7 @@ class Engine:
         if not schedule.chunks:
             return False
         try:
-            self._run(schedule, start_ns)
+            self._run(schedule)
         except Exception as error:
             log.exception("a step of %d sequences failed", len(schedule.chunks))
             for seq, _ in schedule.chunks:
@@ -206,26 +203,13 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise EngineIntegrityError unless the books close. Call it between two steps."""
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        self._pool.check_integrity(seq.block_table for seq in running)
-        for seq in running:
-            num_blocks = len(seq.block_table)
-            if (
-                seq.state is not State.RUNNING
-                or num_blocks * self._config.block_size < seq.num_computed
-            ):
-                raise EngineIntegrityError(f"running sequence {seq.number} lacks state or blocks")
-        for seq in waiting:
-            if seq.state is not State.WAITING or seq.block_table or seq.num_computed:
-                raise EngineIntegrityError(f"waiting sequence {seq.number} holds blocks")
-        known = [seq for live in self._live.values() for seq in live.sequences]
-        queued = [child for seq in (*running, *waiting) for child in (seq, *seq.siblings)]
-        if {id(seq) for seq in known} != {id(seq) for seq in queued} or len(known) != len(queued):
-            raise EngineIntegrityError(
-                f"{len(known)} unfinished sequences, but {len(queued)} are running or waiting"
-            )
-        if len(running) > self._config.max_num_seqs:
-            raise EngineIntegrityError(f"{len(running)} sequences run at once")
+        check_books(
+            self._scheduler,
+            self._pool,
+            [seq for live in self._live.values() for seq in live.sequences],
+            block_size=self._config.block_size,
+            max_num_seqs=self._config.max_num_seqs,
+        )
 
     def _loop(self) -> None:
         while True:
@@ -251,34 +235,44 @@ class Engine:
             self._live[item.request.id] = item
             self._scheduler.add(item.sequences[0])
 
-    def _run(self, schedule: Schedule, start_ns: int) -> None:
-        clock = self._clock
+    def _run(self, schedule: Schedule) -> None:
+        clock, recorder = self._clock, self._recorder
         scheduled_ns = clock()
         if schedule.copy_src:
             self._backend.copy_blocks(schedule.copy_src, schedule.copy_dst)
         step, seqs = self._builder.build(schedule.chunks)
         built_ns = clock()
-        logits = self._backend.forward(step).logits
+        output = self._backend.forward(step)
         forward_ns = clock()
+        recorder.ran(
+            schedule,
+            scheduled_ns=scheduled_ns,
+            built_ns=built_ns,
+            work_ns=min(max(output.end_ns, built_ns), forward_ns) if output.end_ns else forward_ns,
+            forward_ns=forward_ns,
+        )
         rows = list(range(len(seqs)))
         for seq, n in schedule.chunks:
             seq.num_computed += n
         if any(seq.siblings for seq in seqs):
             seqs, rows = self._fork(seqs)
-        ids, details = self._sampler.sample(logits, rows, [seq.sampler for seq in seqs])
+        ids, details = self._sampler.sample(output.logits, rows, [seq.sampler for seq in seqs])
         sampled_ns = clock()
+        recorder.sampled(seqs, sampled_ns)
         self._commit(seqs, ids, details, sampled_ns)
+        end_ns = clock()
+        recorder.committed(end_ns)
         self._num_steps += 1
         self._scheduler.policy.observe(schedule.num_tokens, (forward_ns - built_ns) / 1e9)
         self.last_step = StepStats(
             num_tokens=schedule.num_tokens,
             num_seqs=len(schedule.chunks),
             num_prefill_tokens=schedule.num_prefill_tokens,
-            schedule_s=(scheduled_ns - start_ns) / 1e9,
+            schedule_s=(scheduled_ns - schedule.start_ns) / 1e9,
             build_s=(built_ns - scheduled_ns) / 1e9,
             forward_s=(forward_ns - built_ns) / 1e9,
             sample_s=(sampled_ns - forward_ns) / 1e9,
-            commit_s=(clock() - sampled_ns) / 1e9,
+            commit_s=(end_ns - sampled_ns) / 1e9,
         )
 
     def _fork(self, seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
@@ -292,6 +286,7 @@ class Engine:
             siblings, seq.siblings = seq.siblings, []
             for child in siblings:
                 self._scheduler.fork(seq, child)
+                self._recorder.fork(seq, child)
             forked += (seq, *siblings)
             rows += [row] * (1 + len(siblings))
         return forked, rows
@@ -317,6 +312,9 @@ class Engine:
                 self._fail(seq, f"the text of token {token_id} failed: {error}")
                 continue
             self._num_generated += 1
+            if text and not seq.first_text_ns:
+                seq.first_text_ns = self._clock()
+                self._recorder.first_text(seq, seq.first_text_ns)
             logprobs = () if detail is None else (token_logprob(token_id, detail),)
             if seq.finish_reason is None:
                 live = self._live[seq.request.id]
@@ -346,6 +344,8 @@ class Engine:
         live.sequences.remove(seq)
         if not live.sequences:
             self._forget(live)
+        now_ns = self._clock()
+        self._recorder.close(seq, now_ns)
         delta = Delta(
             request_id=seq.request.id,
             index=seq.index,
@@ -356,7 +356,8 @@ class Engine:
             stop_reason=seq.stop_reason,
             error=error,
             usage=seq.usage(),
-            timings=seq.timings(self._clock()),
+            timings=seq.timings(now_ns),
+            ledger=seq.ledger,
         )
         self._send(live, delta)
 
@@ -400,47 +401,3 @@ class Engine:
         self._read_inbox()
         for request_id in list(self._live):
             self._abort(request_id)
-
-    def _ends(self, params: SamplingParams) -> dict[int, str | int | None]:
-        """Return the tokens that end a choice, each with its stop_reason."""
-        ends: dict[int, str | int | None] = {}
-        if not params.ignore_eos:
-            ends |= dict.fromkeys(self._eos_ids)
-        if params.skip_special_tokens:  # a hidden marker's text never reaches the stop matcher
-            special = self._tokenizer.special_tokens
-            ends |= {special[text]: text for text in params.stop if text in special}
-        return ends | {token_id: token_id for token_id in params.stop_token_ids}
-
-    def _sequences(self, request: Request, request_number: int, number: int) -> list[Sequence]:
-        """Return the choices of a request; the first computes the prompt for its siblings.
-
-        A request without a seed gets one from the engine's seed and the count of requests so far.
-        """
-        params, num_prompt = request.params, len(request.prompt_token_ids)
-        seed = mix(self._config.seed, request_number) if params.seed is None else params.seed
-        max_len = min(self.max_model_len, self._num_pool_tokens)
-        if params.max_tokens is not None:
-            max_len = min(max_len, num_prompt + params.max_tokens)
-        ends = self._ends(params)
-        arrival_ns = request.arrival_ns or self._clock()
-        choices = [
-            Sequence(
-                request=request,
-                index=index,
-                number=number + index,
-                token_ids=list(request.prompt_token_ids),
-                max_len=max_len,
-                sampler=self._sampler.state(
-                    params, choice_seed(seed, index), request.prompt_token_ids, ends
-                ),
-                decoder=self._tokenizer.stream_decoder(params.skip_special_tokens),
-                matcher=StopMatcher(params.stop, params.include_stop_str_in_output)
-                if params.stop
-                else None,
-                ends=ends,
-                arrival_ns=arrival_ns,
-            )
-            for index in range(params.n)
-        ]
-        choices[0].siblings = choices[1:]
-        return choices

@@ -12,6 +12,8 @@ from paceline.policies.base import Budget, Policy
 class Schedule(Struct):
     """One step: `chunks` of (sequence, tokens to compute), and blocks to copy before it."""
 
+    start_ns: int
+    is_short_of_kv: bool = False  # the first that waits was not admitted for want of blocks
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     copy_src: list[int] = field(default_factory=list)
     copy_dst: list[int] = field(default_factory=list)
@@ -62,13 +64,13 @@ class Scheduler:
         Precondition: exactly the prompt of `parent` is computed. Without a free seat the child
         waits and computes the prompt itself.
         """
+        child.scheduled_ns = parent.scheduled_ns  # the prompt's steps were the child's, too
         if len(self.running) >= self._max_num_seqs:
             self.waiting.append(child)
             return
         self.pool.share(parent.block_table)
         child.block_table.extend(parent.block_table)
         child.num_computed = parent.num_computed
-        child.scheduled_ns = parent.scheduled_ns
         child.state = State.RUNNING
         self.running.append(child)
 
@@ -85,7 +87,7 @@ class Scheduler:
 
     def schedule(self, now_ns: int) -> Schedule:
         """Return the next step; it is empty only if there is no work."""
-        schedule = Schedule()
+        schedule = Schedule(now_ns)
         order = self.policy.order(self.waiting, self.running, now_ns)
         self._place(order, schedule)
         self._give_tokens(order, schedule)
@@ -105,7 +107,7 @@ class Scheduler:
                     continue
             elif is_closed or num_wanted >= self._max_tokens:
                 continue
-            elif not self._admit(seq, order, position):
+            elif not self._admit(seq, order, position, schedule):
                 is_closed = True  # nobody overtakes it, or it might wait for ever
                 continue
             # Blocks just taken back are not handed out again before the next step.
@@ -141,12 +143,15 @@ class Scheduler:
         table.extend(pool.allocate(num_missing))
         return True
 
-    def _admit(self, seq: Sequence, order: list[Sequence], position: int) -> bool:
+    def _admit(
+        self, seq: Sequence, order: list[Sequence], position: int, schedule: Schedule
+    ) -> bool:
         """Seat a waiting sequence if seats and blocks allow, at the cost of those behind it."""
         num_blocks = self._num_blocks(seq)
         behind = [other for other in order[position + 1 :] if other.state is State.RUNNING]
         num_blocks_behind = sum(self.pool.num_exclusive(other.block_table) for other in behind)
         if self.pool.num_free + num_blocks_behind < num_blocks:
+            schedule.is_short_of_kv = True
             return False
         if len(self.running) - len(behind) >= self._max_num_seqs:
             return False

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct, field
 
 from paceline.engine.sampler import SamplerState
 from paceline.types import FinishReason, Request, Timings, Usage
+
+if TYPE_CHECKING:
+    from paceline.measure.ledger import Ledger
 
 
 class StreamDecoder(Protocol):
@@ -54,6 +57,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     matcher: StopMatcher | None
     ends: Mapping[int, str | int | None]  # tokens that end it -> the stop_reason each gives
     arrival_ns: int
+    ledger: Ledger | None = None
     siblings: list[Sequence] = field(default_factory=list)
 
     state: State = State.WAITING
@@ -65,6 +69,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     stop_reason: str | int | None = None
     scheduled_ns: int = 0
     first_token_ns: int = 0
+    first_text_ns: int = 0  # the first token may show no text
     last_token_ns: int = 0
 
     @property

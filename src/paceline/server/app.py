@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -22,9 +21,12 @@ from paceline import __version__
 from paceline.completion import ChoiceBuilder
 from paceline.engine.build import LoadedModel
 from paceline.errors import PacelineError
+from paceline.measure.ledger import Part
+from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.openai import Formatter, model_object
+from paceline.server.reports import Observer, Reports
 from paceline.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -33,7 +35,9 @@ from paceline.server.schema import (
     split_prompts,
 )
 from paceline.server.sse import DONE, EventStream
-from paceline.types import Request, Usage
+from paceline.server.timekeeping import CALL, Timekeeping
+from paceline.server.timeline import engine_id, server_timing
+from paceline.types import Request, SamplingParams, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +48,18 @@ STOP_TIMEOUT_S = 5.0
 # to a thread, so that it does not hold up the streams of others.
 _INLINE_BODY_BYTES = 4096
 
+_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+
 ApiRequest = ChatRequest | CompletionRequest
-Prepared = tuple[ApiRequest, list[Request]]
-_T = TypeVar("_T")
+Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts' ids
 
 
 class Server:
     """Answers calls for one loaded model."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, reports: Reports) -> None:
         self._loaded = loaded
+        self._reports = reports
         self._created = int(time.time())
         self._outbox: Outbox | None = None
         self._num_open = 0
@@ -68,6 +74,7 @@ class Server:
         finally:
             await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self._reports.close)
 
     async def health(self) -> Response:
         stats = self._loaded.engine.stats()
@@ -98,73 +105,108 @@ class Server:
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_body(http)
-        return await self._answer(http, body, lambda: self._prepare_chat(body))
+        return await self._answer(http, body, self._prepare_chat)
 
     async def completions(self, http: HttpRequest) -> Response:
         body = await read_body(http)
-        return await self._answer(http, body, lambda: self._prepare_completion(body))
+        return await self._answer(http, body, self._prepare_completion)
 
-    def _prepare_chat(self, body: bytes) -> Prepared:
+    def _prepare_chat(self, body: bytes, call: Call) -> Prepared:
         request = parse(body, ChatRequest)
-        self._check_model(request.model)
-        token_ids = self._loaded.encode_chat(request.messages)
-        return request, self._engine_requests(request, [token_ids])
+        params = self._params(request)
+        call.lap(Part.PARSE)
+        ids = self._loaded.encode_chat(
+            request.messages, on_rendered=lambda: call.lap(Part.TEMPLATE)
+        )
+        call.lap(Part.TOKENISE)
+        return request, params, [ids]
 
-    def _prepare_completion(self, body: bytes) -> Prepared:
+    def _prepare_completion(self, body: bytes, call: Call) -> Prepared:
         request = parse(body, CompletionRequest)
-        self._check_model(request.model)
-        prompts = [
-            self._loaded.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-            for prompt in split_prompts(request.prompt)
-        ]
-        return request, self._engine_requests(request, prompts)
+        params = self._params(request)
+        prompts = split_prompts(request.prompt)
+        call.lap(Part.PARSE)
+        ids = [self._loaded.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
+        call.lap(Part.TOKENISE)
+        return request, params, ids
 
-    def _engine_requests(self, request: ApiRequest, prompts: list[list[int]]) -> list[Request]:
-        params = sampling_params(request, self._loaded.default_params)
+    def _params(self, request: ApiRequest) -> SamplingParams:
+        self._check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        return [
-            Request(
-                id=uuid.uuid4().hex,
-                prompt_token_ids=tuple(prompt),
-                params=params,
-                priority=request.priority or 0,
-                arrival_ns=time.monotonic_ns(),
-            )
-            for prompt in prompts
-        ]
+        return sampling_params(request, self._loaded.default_params)
 
     async def _answer(
-        self,
-        http: HttpRequest,
-        body: bytes,
-        prepare: Callable[[], Prepared],
+        self, http: HttpRequest, body: bytes, prepare: Callable[[bytes, Call], Prepared]
     ) -> Response:
+        call: Call = http.scope["state"][CALL]
+        call.request_id = request_id(http)
+        call.traceparent = http.headers.get("traceparent", "")
+        call.lap(Part.RECEIVE)
         if self._num_open >= MAX_OPEN_CALLS:
             raise ApiError(429, f"{MAX_OPEN_CALLS} calls are open: try again later")
         assert self._outbox is not None
-        request, engine_requests = await self._run(prepare, is_long=len(body) > _INLINE_BODY_BYTES)
+        request, params, prompts = await self._prepare(prepare, body, call)
+        wants_figures = self._wants_figures(request, http)
         options = request.stream_options
         is_chat = isinstance(request, ChatRequest)
+        call.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         formatter = Formatter(
             "chat" if is_chat else "completion",
-            answer_id=("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex,
+            answer_id=call.id,
             model=self._loaded.name,
             tokenizer=self._loaded.tokenizer,
-            wants_logprobs=engine_requests[0].params.logprobs is not None,
-            include_usage=bool(options and options.include_usage),
+            wants_logprobs=params.logprobs is not None,
+            include_usage=bool(options and options.include_usage) or wants_figures,
+            figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
-        generation = Generation(self._loaded.engine, self._outbox, engine_requests)
+        arrival_ns = call.lap(Part.PARSE)
+        requests = [
+            Request(
+                id=engine_id(call.id, idx),
+                prompt_token_ids=tuple(prompt),
+                params=params,
+                priority=request.priority or 0,
+                arrival_ns=arrival_ns,
+            )
+            for idx, prompt in enumerate(prompts)
+        ]
+        generation = Generation(self._loaded.engine, self._outbox, requests, call)
         generation.submit()
-        headers = {"x-request-id": request_id(http)}
+        call.accepted(params, num_prompts=len(prompts), is_stream=bool(request.stream))
+        headers = {
+            "x-request-id": call.request_id,
+            "server-timing": server_timing(call, call.mark_ns),
+        }
         if request.stream:
             return EventStream(generation, self._stream(generation, formatter), headers)
         return await self._collect(http, generation, formatter, headers)
 
-    async def _run(self, work: Callable[[], _T], *, is_long: bool) -> _T:
-        if not is_long:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def _wants_figures(self, request: ApiRequest, http: HttpRequest) -> bool:
+        """Say whether the reply shall have `usage.paceline`: by field, or by header."""
+        header = http.headers.get("x-paceline-timings", "false").lower()
+        if header not in ("true", "false"):
+            raise ApiError(400, f"x-paceline-timings is {header!r}: send true or false")
+        is_wanted = header == "true" if request.timings is None else request.timings
+        if is_wanted and self._loaded.recorder is None:
+            raise ApiError(
+                400, "this server runs with --no-ledger: leave out timings", param="timings"
+            )
+        return is_wanted
+
+    async def _prepare(
+        self, prepare: Callable[[bytes, Call], Prepared], body: bytes, call: Call
+    ) -> Prepared:
+        if len(body) <= _INLINE_BODY_BYTES:
+            return prepare(body, call)
+
+        def work() -> Prepared:
+            call.lap(Part.HANDOFF)
+            return prepare(body, call)
+
+        prepared = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        call.lap(Part.HANDOFF)
+        return prepared
 
     async def _stream(
         self, generation: Generation, formatter: Formatter
@@ -178,6 +220,8 @@ class Server:
                 usages.update({idx: delta.usage for idx, delta in burst if delta.usage is not None})
                 if data := b"".join(formatter.chunks(idx, delta) for idx, delta in burst):
                     yield data
+                    if any(delta.text for _, delta in burst):
+                        generation.call.wrote_content()
             in_order = [usages[idx] for idx in sorted(usages)]
             yield formatter.closing(in_order, generation.n) + DONE
         finally:
@@ -203,6 +247,7 @@ class Server:
         finally:
             self._num_open -= 1
         body = formatter.whole([builder.choice() for builder in builders], generation.n)
+        headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)
 
 
@@ -225,16 +270,25 @@ async def read_body(http: HttpRequest) -> bytes:
 
 
 def request_id(http: HttpRequest) -> str:
-    """Return the caller's X-Request-Id if it is a plain short one, else a fresh one."""
+    """Return the caller's X-Request-Id if it is a plain short one, else one that the call keeps."""
+    call: Call | None = http.scope.get("state", {}).get(CALL)
+    if call is not None and call.request_id:
+        return call.request_id
     given = http.headers.get("x-request-id", "")
-    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
+    is_plain = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    chosen = given if is_plain else uuid.uuid4().hex
+    if call is not None:
+        call.request_id = chosen
+    return chosen
 
 
-def create_app(loaded: LoadedModel) -> FastAPI:
-    """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine."""
-    server = Server(loaded)
+def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> FastAPI:
+    """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
+
+    The lifespan's end closes the observers, too.
+    """
+    reports = Reports(loaded, observers)
+    server = Server(loaded, reports)
     app = FastAPI(title="Paceline", version=__version__, lifespan=server.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -243,8 +297,12 @@ def create_app(loaded: LoadedModel) -> FastAPI:
         ("/v1/models/{name:path}", "GET", server.model),
         ("/v1/chat/completions", "POST", server.chat),
         ("/v1/completions", "POST", server.completions),
+        ("/v1/requests/{key}/timeline", "GET", reports.timeline),
+        ("/v1/trace", "GET", reports.trace),
+        ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=reports.add)
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import BackendError, PacelineError
+from paceline.server.calls import Call
 from paceline.server.errors import ApiError
 from paceline.types import Delta, Request
 
@@ -48,8 +49,11 @@ class Outbox:
 class Generation:
     """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`."""
 
-    def __init__(self, engine: Engine, outbox: Outbox, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, engine: Engine, outbox: Outbox, requests: Sequence[Request], call: Call
+    ) -> None:
         self.requests = requests
+        self.call = call
         self._engine = engine
         self._outbox = outbox
         self.n = requests[0].params.n
@@ -80,9 +84,11 @@ class Generation:
         return lambda delta: self._outbox.post(self, request_idx, delta)
 
     def receive(self, request_idx: int, delta: Delta) -> None:
+        choice_idx = request_idx * self.n + delta.index
         if delta.finish_reason is not None:
             self._num_open[request_idx] -= 1
-        self._arrived.append((request_idx * self.n + delta.index, delta))
+            self.call.ended(choice_idx, delta)
+        self._arrived.append((choice_idx, delta))
         self._news.set()
 
     def cancel(self) -> None:
@@ -104,7 +110,7 @@ class Generation:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
+        self._is_gone = self.call.is_gone = True
         self.cancel()
         self._news.set()
 

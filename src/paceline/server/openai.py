@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -52,7 +52,10 @@ def _floor(logprob: float) -> float:
 
 
 class Formatter:
-    """Writes the answer to one call: `whole`, or in chunks by `opening`, `chunks`, `closing`."""
+    """Writes the answer to one call: `whole`, or in chunks by `opening`, `chunks`, `closing`.
+
+    `figures` are asked for when the usage is written, and go with it as `usage.paceline`.
+    """
 
     def __init__(
         self,
@@ -63,11 +66,13 @@ class Formatter:
         tokenizer: TokenTexts,
         wants_logprobs: bool,
         include_usage: bool = False,
+        figures: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._is_chat = endpoint == "chat"
         self._tokenizer = tokenizer
         self._wants_logprobs = wants_logprobs
         self._include_usage = include_usage
+        self._figures = figures
         self._offsets: dict[int, int] = {}  # choice -> characters of the tokens so far
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         # All of a chunk but its choice is the same in every chunk: it is encoded once.
@@ -89,7 +94,7 @@ class Formatter:
             body["finish_reason"] = choice.finish_reason
             objects.append(body)
         kind = "chat.completion" if self._is_chat else "text_completion"
-        usage = usage_object([choice.usage for choice in choices], n)
+        usage = self._usage([choice.usage for choice in choices], n)
         return _encode({**self._head, "object": kind, "choices": objects, "usage": usage})
 
     def opening(self, num_choices: int) -> bytes:
@@ -116,8 +121,12 @@ class Formatter:
         if not self._include_usage:
             return b""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        usage = usage_object(usages, n)
+        usage = self._usage(usages, n)
         return event(_encode({**self._head, "object": kind, "choices": [], "usage": usage}))
+
+    def _usage(self, usages: Sequence[Usage], n: int) -> dict[str, Any]:
+        usage = usage_object(usages, n)
+        return usage if self._figures is None else {**usage, "paceline": self._figures()}
 
     def _chunk(
         self, index: int, body: bytes, finish: bytes, logprobs: Sequence[TokenLogprob] = ()

@@ -74,6 +74,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     skip_special_tokens: bool | None = None
     seed: int | None = None
     n: int | None = None
+    timings: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 

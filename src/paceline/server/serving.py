@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Iterable
 from types import FrameType
 
 import uvicorn
@@ -12,14 +13,23 @@ import uvicorn
 from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
 from paceline.server.app import STOP_TIMEOUT_S, create_app
+from paceline.server.reports import Observer
+from paceline.server.timekeeping import TimedProtocol
 
 _POLL_S = 0.05
 
 
-def serve(loaded: LoadedModel, listener: socket.socket, *, grace_s: float) -> None:
-    """Serve `loaded` on `listener` until a signal ends it."""
+def serve(
+    loaded: LoadedModel,
+    listener: socket.socket,
+    *,
+    grace_s: float,
+    observers: Iterable[Observer] = (),
+) -> None:
+    """Serve `loaded` on `listener` until a signal ends it; `observers` are told of each call."""
     config = uvicorn.Config(
-        create_app(loaded), log_config=None, access_log=False, server_header=False, lifespan="on",
+        create_app(loaded, observers=observers), http=TimedProtocol, log_config=None,
+        access_log=False, server_header=False, lifespan="on",
         timeout_graceful_shutdown=round(grace_s + STOP_TIMEOUT_S),
     )  # fmt: skip
     GracefulServer(config, loaded.engine, grace_s=grace_s).run(sockets=[listener])

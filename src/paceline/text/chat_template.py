@@ -75,8 +75,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        on_rendered: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """Return the ids of the prompt; the begin token is there where the template writes it."""
+        """Return the ids of the prompt; the begin token is there where the template writes it.
+
+        `on_rendered` is called between the template's work and the tokenizer's.
+        """
         special = {
             "bos_token": _text_of(tokenizer, tokenizer.bos_id) if self._bos is None else self._bos,
             "eos_token": _text_of(tokenizer, tokenizer.eos_id) if self._eos is None else self._eos,
@@ -96,6 +100,7 @@ class ChatTemplate:
         )
         prompt, cuts = _remove(rendered, cut)
         check_none_dropped(normal, prompt)
+        on_rendered()
         return tokenizer.encode(prompt, add_special=False, parse_special=True, cuts=cuts)
 
     def _render(self, messages: list[Message], tools: Any, variables: dict[str, Any]) -> str:

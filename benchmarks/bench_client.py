@@ -1,0 +1,189 @@
+"""How true `paceline bench` is: its figures beside those of a server that knows its own writes.
+
+Three checks against scripted servers in processes of their own:
+- truth: 200 answers with random TTFTs and gaps; every figure against the times at which the server
+  wrote (both read one clock);
+- streams: 500 streams at once, 20 tokens/s each; the client's CPU share and its lag;
+- memory: a million tokens; the growth of the client's resident memory.
+
+    python benchmarks/bench_client.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from paceline.bench.arrivals import Arrivals, Closed, Gamma
+from paceline.bench.load import Limits
+from paceline.bench.objective import parse_objectives
+from paceline.bench.program import Program, run_program
+from paceline.bench.stage import Plan
+from paceline.bench.workloads import build_workload
+from tests.fake_server import (
+    DONE,
+    FINISH,
+    ROLE,
+    FakeServer,
+    Script,
+    delta,
+    steady,
+    usage,
+)
+
+
+def random_script(number: int) -> Script:
+    rng = random.Random(number)
+    at = rng.uniform(20, 400)
+    steps = [(0.0, ROLE)]
+    count = rng.randint(2, 30)
+    for _ in range(count):
+        steps.append((at, delta(content="x")))
+        at += rng.choice((5, 20, 20, 20, 80, 300))
+    steps.append((at, FINISH + usage(9, count) + DONE))
+    return Script(tuple(steps), texts=tuple(range(1, count + 1)))
+
+
+def fast_script(number: int) -> Script:
+    return steady(ttft_ms=20, gap_ms=1.0, tokens=1000)
+
+
+def slow_script(number: int) -> Script:
+    return steady(ttft_ms=100 + number % 50, gap_ms=50, tokens=200)
+
+
+def serve(script: Callable[[int], Script], pipe: Connection) -> None:
+    is_exact = script is random_script
+    with FakeServer(lambda number, body: script(number), is_exact=is_exact) as server:
+        pipe.send(server.url)
+        pipe.recv()
+        seen = [(s.body["messages"][0]["content"], s.came_at, s.written_at) for s in server.served]
+        pipe.send(seen if is_exact else [])
+
+
+def run(
+    script: Callable[[int], Script], load: Arrivals | Closed, limits: Limits, log: Path
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the stage's summary and what the server saw."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=serve, args=(script, theirs), daemon=True)
+    process.start()
+    plan = Plan(
+        workload=build_workload("synthetic:input=8,output=8"),
+        objectives=parse_objectives(()),
+        limits=limits,
+    )
+    program = Program(urls=[("fake", ours.recv())], plan=plan, loads=[({}, load)], model="fake")
+    result = run_program(program, log=log)
+    ours.send("stop")
+    served = ours.recv()
+    process.join()
+    return result.document["stages"][0], served
+
+
+def check_truth(log: Path) -> dict[str, Any]:
+    """Return the errors (ms) of TTFT, gaps, TPOT and the spread that the machine itself adds."""
+    stage, served = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()][:-1]
+    errors: dict[str, list[float]] = {"ttft_ms": [], "gap_ms": [], "tpot_ms": []}
+    served.sort(key=lambda item: item[1])
+    lines.sort(key=lambda line: line["scheduled_s"])
+    workload = build_workload("synthetic:input=8,output=8")
+    texts = {workload.conversation("0/[] round 0", i).turns[0].messages[0]["content"]: i
+             for i in range(200)}  # fmt: skip
+    num_merged = 0
+    by_id = {line["id"]: line for line in lines}
+    for number, (text, came_at, written_at) in enumerate(served):
+        line = by_id[texts[text]]
+        script = random_script(number)
+        times = [written_at[i] for i in script.texts]
+        gaps = [b - a for a, b in itertools.pairwise(times)]
+        sent_to_text_ms = line["ttft_ms"] - line["lag_ms"] - line["connect_ms"]
+        errors["ttft_ms"].append(sent_to_text_ms - 1e3 * (times[0] - came_at))
+        if len(line["gaps_ms"]) < len(gaps):  # two writes came in one packet: one arrival
+            num_merged += 1
+            continue
+        errors["gap_ms"] += [g - 1e3 * t for g, t in zip(line["gaps_ms"], gaps, strict=True)]
+        errors["tpot_ms"].append(line["tpot_ms"] - 1e3 * (times[-1] - times[0]) / len(gaps))
+    report: dict[str, Any] = {"requests": len(served), "with_merged_writes": num_merged}
+    for name, values in errors.items():
+        sizes = sorted(abs(value) for value in values)
+        report[name] = {
+            "median_error": statistics.median(sizes),
+            "p99_error": sizes[int(0.99 * len(sizes))],
+            "worst_error": sizes[-1],
+        }
+    true_gaps = [
+        1e3 * (b - a) for _, _, moments in served for a, b in itertools.pairwise(moments[1:-1])
+    ]
+    report["itl_mean"] = {
+        "reported": stage["latency_ms"]["itl"]["mean"]["value"],
+        "true": statistics.mean(true_gaps),
+    }
+    return report
+
+
+def check_streams(log: Path, num_streams: int = 500) -> dict[str, Any]:
+    limits = Limits(duration_s=20.0, warmup_s=3.0)
+    stage, _ = run(slow_script, Closed(num_streams), limits, log)
+    return {
+        "streams": num_streams,
+        "output_tokens_per_s": stage["throughput"]["output_tokens_per_s"],
+        "expected_tokens_per_s": num_streams * 20,
+        "itl_p50_ms": stage["latency_ms"]["itl"].get("p50", {}).get("value"),
+        "client": {name: stage["client"][name] for name in ("cpu_share", "is_bottleneck")},
+        "loop_lag_p99_ms": stage["client"]["loop_lag_ms"]["p99"]["value"],
+    }
+
+
+def check_memory(log: Path) -> dict[str, Any]:
+    """Return the peak of resident memory after a tenth of the tokens and after all."""
+    peaks = []
+    for num_requests in (100, 1000):
+        stage, _ = run(fast_script, Closed(20), Limits(num_requests=num_requests), log)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return {
+        "tokens": stage["throughput"]["output_tokens"],
+        "peak_mb_at_a_tenth": peaks[0],
+        "peak_mb_at_the_end": peaks[1],
+        "output_tokens_per_s": stage["throughput"]["output_tokens_per_s"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--log", type=Path, default=Path("/tmp/bench_client.jsonl"))
+    parser.add_argument("checks", nargs="*", default=["truth", "streams", "memory"])
+    arguments = parser.parse_args()
+    multiprocessing.set_start_method("spawn")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    report: dict[str, Any] = {"commit": commit, "machine": platform.processor() or "?",
+                              "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+    checks = {"truth": check_truth, "streams": check_streams, "memory": check_memory}
+    for name in arguments.checks:
+        report[name] = checks[name](arguments.log)
+        print(json.dumps({name: report[name]}, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What keeping the ledger costs: the same decoding with it and without it, in turns.
+
+    python benchmarks/ledger_cost.py MODEL [--streams 1 8 32] [--pairs 600] [--json FILE]
+
+Steps with and without it take turns, so that whatever else the machine does falls on both. The
+recorder's own CPU time a step is measured apart, without a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from paceline import EngineConfig, SamplingParams, __version__
+from paceline.engine.build import LoadedModel, load_model
+from paceline.engine.recorder import NoRecorder
+from paceline.llm import new_request
+from paceline.measure.recorder import StepRecorder
+
+PROMPT = 64
+
+
+def compare(loaded: LoadedModel, num_streams: int, num_pairs: int) -> dict[str, Any]:
+    """Return the median time of a step with and without the ledger, and the cost in percent.
+
+    One engine decodes `num_streams` sequences and is told in every other step to keep no ledger:
+    two engines would differ by where their memory lies, and that is more. The cost is the
+    median difference of two neighbouring steps.
+    """
+    engine = loaded.engine
+    recorders = {"on": loaded.recorder, "off": NoRecorder()}
+    ids = _start(loaded, num_streams)
+    times: dict[str, list[float]] = {name: [] for name in recorders}
+    for number in range(num_pairs):
+        for name in ("on", "off") if number % 2 else ("off", "on"):
+            engine._recorder = recorders[name]
+            begin = time.perf_counter()
+            engine.step()
+            times[name].append(time.perf_counter() - begin)
+    for request_id in ids:
+        engine.abort(request_id)
+    engine.step()
+    off_s = statistics.median(times["off"])
+    costs = [(on - off) / off_s * 100 for on, off in zip(times["on"], times["off"], strict=True)]
+    medians = sorted(statistics.median(random.choices(costs, k=num_pairs)) for _ in range(1000))
+    return {
+        "streams": num_streams,
+        "pairs": num_pairs,
+        "step_ms_on": statistics.median(times["on"]) * 1e3,
+        "step_ms_off": off_s * 1e3,
+        "cost_percent": statistics.median(costs),
+        "cost_percent_95": [medians[25], medians[974]],
+    }
+
+
+def _start(loaded: LoadedModel, num_streams: int) -> list[str]:
+    """Submit sequences that decode for ever, step until all do, and return their ids."""
+    engine = loaded.engine
+    engine._recorder = loaded.recorder
+    rng = random.Random(num_streams)
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    ids = []
+    for _ in range(num_streams):
+        request = new_request([rng.randrange(1000, 20_000) for _ in range(PROMPT)], params)
+        ids.append(request.id)
+        engine.submit(request, lambda delta: None)
+    while engine.last_step.num_prefill_tokens or engine.last_step.num_seqs != num_streams:
+        engine.step()
+    return ids
+
+
+def recorder_us(num_streams: int, num_steps: int = 3000) -> float:
+    """Return the recorder's own microseconds of CPU a step of `num_streams` decoding sequences."""
+    recorder = StepRecorder()
+    now = time.monotonic_ns
+    seqs = [
+        SimpleNamespace(
+            request=SimpleNamespace(id=f"request-{i}"), index=0, num_computed=PROMPT,
+            num_prompt=PROMPT, num_preemptions=0, last_token_ns=1, ledger=recorder.open(0, 1),
+        )
+        for i in range(num_streams)
+    ]  # fmt: skip
+    schedule = SimpleNamespace(
+        start_ns=0, is_short_of_kv=False, num_tokens=num_streams, chunks=[(s, 1) for s in seqs]
+    )
+    begin = time.thread_time()
+    for _ in range(num_steps):
+        schedule.start_ns = now()
+        forward_ns = now()
+        recorder.ran(
+            schedule, scheduled_ns=forward_ns, built_ns=forward_ns, work_ns=forward_ns,
+            forward_ns=forward_ns,
+        )  # fmt: skip
+        recorder.sampled(seqs, now())
+        recorder.committed(now())
+    return (time.thread_time() - begin) / num_steps * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--pairs", type=int, default=600)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = EngineConfig(
+        ledger=True, num_threads=args.threads, kv_memory_bytes=2**30,
+        max_num_seqs=max(args.streams),
+    )  # fmt: skip
+    loaded = load_model(args.model, config)
+    rows = []
+    for num_streams in args.streams:
+        row = compare(loaded, num_streams, args.pairs)
+        row["recorder_us_a_step"] = recorder_us(num_streams)
+        row["recorder_percent"] = row["recorder_us_a_step"] / row["step_ms_off"] / 10
+        rows.append(row)
+        low, high = row["cost_percent_95"]
+        print(
+            f"{num_streams:3} streams: step {row['step_ms_off']:.2f} ms without, "
+            f"{row['step_ms_on']:.2f} with; cost {row['cost_percent']:+.2f} % "
+            f"(95 %: {low:+.2f} to {high:+.2f}); recorder {row['recorder_us_a_step']:.0f} us a "
+            f"step = {row['recorder_percent']:.2f} %",
+            file=sys.stderr,
+        )
+    result = {
+        "benchmark": "ledger_cost",
+        "version": __version__,
+        "model": loaded.name,
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "isa": loaded.isa,
+        "threads": loaded.config.num_threads,
+        "rows": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Answer: what one response turned out to be, and when each part of it arrived."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from typing import Any
+
+import msgspec
+
+from paceline.bench.sse import EventReader
+
+_decode = msgspec.json.decode
+_SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=([\d.]+)")
+_UNITS = {"s": 1.0, "ms": 1e-3}
+_MAX_ERROR_CHARS = 300
+
+
+class Answer:
+    """Takes a response (it is an http.Sink) of any OpenAI dialect that we have met.
+
+    Text is the content, the reasoning or the arguments of a tool call, of any choice. An
+    *arrival* is a moment at which text came, whatever number of events one packet brought: it is
+    what a reader sees. Role-only and empty chunks are none.
+    """
+
+    __slots__ = (
+        "_body", "_reader", "arrivals", "cached_tokens", "connected_at", "error", "finish_reason",
+        "first_byte_at", "headers", "input_tokens", "is_done", "is_tool_call", "keeps_text",
+        "num_text_events", "num_unread", "output_tokens", "phases", "status", "texts",
+    )  # fmt: skip
+
+    def __init__(self, *, keeps_text: bool) -> None:
+        self.keeps_text = keeps_text
+        self.connected_at: float | None = None
+        self.first_byte_at: float | None = None
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.arrivals = array("d")
+        self.num_text_events = 0
+        self.num_unread = 0
+        self.texts: list[str] = []
+        self.input_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.is_done = False
+        self.is_tool_call = False
+        self.phases: dict[str, float] = {}
+        self._reader: EventReader | None = None
+        self._body: list[bytes] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def is_complete(self) -> bool:
+        """True where the server said that it was the end."""
+        return self.is_done or self.finish_reason is not None
+
+    def on_connected(self, now: float) -> None:
+        self.connected_at = now
+
+    def on_head(self, status: int, headers: dict[str, str], now: float) -> None:
+        self.status = status
+        self.headers = headers
+        self.first_byte_at = now
+        for name, duration in _SERVER_TIMING.findall(headers.get("server-timing", "")):
+            self.phases[name] = float(duration) / 1e3
+        if status == 200 and "text/event-stream" in headers.get("content-type", ""):
+            self._reader = EventReader()
+
+    def on_body(self, data: bytes, now: float) -> None:
+        if self._reader is None:
+            self._body.append(data)
+            return
+        for payload in self._reader.feed(data):
+            self._on_event(payload, now)
+
+    def finish(self, now: float) -> None:
+        """Read what is left once the response is complete."""
+        if self._reader is not None:
+            for payload in self._reader.finish():
+                self._on_event(payload, now)
+        elif self._body:
+            body = b"".join(self._body)
+            self._body.clear()
+            self._on_whole(body, now)
+
+    def _on_whole(self, body: bytes, now: float) -> None:
+        """A response that is no stream: an error, or a server that ignores `stream`."""
+        try:
+            content = _decode(body)
+        except msgspec.DecodeError:
+            content = None
+        if self.status != 200 or not isinstance(content, dict) or "error" in content:
+            shown = body.decode("utf-8", "replace")
+            self.error = error_text(content) or shown[:_MAX_ERROR_CHARS]
+            return
+        self._on_object(content, now)
+        self.is_done = True
+
+    def _on_event(self, payload: bytes, now: float) -> None:
+        if payload.strip() == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            event = _decode(payload)
+        except msgspec.DecodeError:
+            event = None
+        if not isinstance(event, dict):
+            self.num_unread += 1
+        elif event.get("error"):
+            self.error = error_text(event) or "error"
+        else:
+            self._on_object(event, now)
+
+    def _on_object(self, event: dict[str, Any], now: float) -> None:
+        for choice in event.get("choices") or ():
+            self._on_choice(choice, now)
+        if usage := event.get("usage"):
+            self._on_usage(usage)
+        if timings := event.get("timings"):  # llama.cpp
+            self._take_phases(timings)
+
+    def _on_choice(self, choice: dict[str, Any], now: float) -> None:
+        delta = choice.get("delta") or choice.get("message")
+        text = choice.get("text") if delta is None else self._delta_text(delta)
+        if text:
+            self.num_text_events += 1
+            if not self.arrivals or self.arrivals[-1] != now:
+                self.arrivals.append(now)
+            if self.keeps_text:
+                self.texts.append(text)
+        if reason := choice.get("finish_reason"):
+            self.finish_reason = str(reason)
+
+    def _delta_text(self, delta: dict[str, Any]) -> str:
+        text = as_text(delta.get("content"))
+        thoughts = delta.get("reasoning_content") or delta.get("reasoning")
+        if thoughts:
+            text = as_text(thoughts) + text
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            self.is_tool_call = True
+            text += (function.get("name") or "") + (function.get("arguments") or "")
+        return text
+
+    def _on_usage(self, usage: dict[str, Any]) -> None:
+        self.input_tokens = usage.get("prompt_tokens", self.input_tokens)
+        self.output_tokens = usage.get("completion_tokens", self.output_tokens)
+        details = usage.get("prompt_tokens_details") or {}
+        self.cached_tokens = details.get("cached_tokens", self.cached_tokens)
+        if isinstance(ledger := usage.get("paceline"), dict):
+            self.phases.clear()  # it has all that the header could know by then
+            self._take_phases(ledger)
+
+    def _take_phases(self, timings: dict[str, Any], prefix: str = "", unit: str = "") -> None:
+        """Keep the durations among `timings`, by name without the unit, in seconds.
+
+        The name tells the unit, its own or that of the object that it stands in.
+        """
+        for name, value in timings.items():
+            stem, _, ending = name.rpartition("_")
+            own = ending if ending in _UNITS and stem else unit
+            label = stem if ending in _UNITS and stem else name
+            if isinstance(value, dict):
+                self._take_phases(value, "" if label == "parts" else f"{prefix}{label}.", own)
+            elif own and isinstance(value, int | float) and not isinstance(value, bool):
+                self.phases[prefix + label] = value * _UNITS[own]
+
+
+def as_text(content: Any) -> str:
+    """Return content as text: a string, or a list of parts with a `text` each."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return ""
+
+
+def error_text(body: Any) -> str | None:
+    """Return the message of an error object, cut to a line's length."""
+    error = body.get("error", body) if isinstance(body, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or str(error)
+    return None if error is None else str(error)[:_MAX_ERROR_CHARS]

@@ -1,0 +1,137 @@
+"""Exchange: one request that was sent, its times and how it ended."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from paceline.bench.answer import Answer
+from paceline.bench.conversation import Turn
+from paceline.bench.prose import TokenCounter
+
+Outcome = Literal["ok", "refused", "error", "broken", "timeout", "cut"]
+OUTCOMES: dict[Outcome, str] = {
+    "ok": "complete answers",
+    "refused": "429 or 503: come back later",
+    "error": "other error answers, and errors within a stream",
+    "broken": "connections that failed or ended early",
+    "timeout": "longer than the client waits",
+    "cut": "still open at the end of the run",
+}
+_REFUSALS = (429, 503)
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """Times are of the monotonic clock, in seconds. `scheduled_at` is when the request was due:
+    latency counts from it, so that a client or a queue that lags cannot hide the wait."""
+
+    idx: int
+    kind: str
+    turn_idx: int
+    turn: Turn
+    answer: Answer
+    scheduled_at: float
+    is_warmup: bool = False
+    prompt_text: str | None = None  # kept where a tokenizer counts it
+    sent_at: float = math.nan
+    ended_at: float = math.nan
+    outcome: Outcome = "cut"
+    error: str | None = None
+
+    def close(self, now: float, outcome: Outcome | None = None, error: str | None = None) -> None:
+        """Note the end; without an `outcome` the answer itself says how it went."""
+        self.answer.finish(now)
+        self.ended_at = now
+        if outcome is None:
+            outcome, error = self._judge()
+        self.outcome, self.error = outcome, error
+
+    def _judge(self) -> tuple[Outcome, str | None]:
+        answer = self.answer
+        if answer.status in _REFUSALS:
+            return "refused", answer.error or f"HTTP {answer.status}"
+        if answer.status != 200:
+            return "error", f"HTTP {answer.status}: {answer.error or 'no message'}"
+        if answer.error is not None:
+            return "error", answer.error
+        if not answer.is_complete:
+            return "broken", "the stream ended without a finish reason or [DONE]"
+        return "ok", None
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds that a refusal asks us to wait, where it gives them as a number."""
+        try:
+            return float(self.answer.headers["retry-after"])
+        except (KeyError, ValueError):
+            return None
+
+    @property
+    def lag_s(self) -> float:
+        return self.sent_at - self.scheduled_at
+
+    @property
+    def connect_s(self) -> float:
+        connected = self.answer.connected_at
+        return math.nan if connected is None else connected - self.sent_at
+
+    @property
+    def ttft_s(self) -> float:
+        arrivals = self.answer.arrivals
+        return arrivals[0] - self.scheduled_at if arrivals else math.nan
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_at - self.scheduled_at
+
+    def tpot_s(self, output_tokens: int) -> float:
+        """Mean time per token after the first; NaN for fewer than two tokens or arrivals."""
+        arrivals = self.answer.arrivals
+        if output_tokens < 2 or len(arrivals) < 1:
+            return math.nan
+        return (arrivals[-1] - arrivals[0]) / (output_tokens - 1)
+
+    def gaps(self) -> np.ndarray[Any, Any]:
+        """Return the seconds between arrivals of text; the wait for the first is none of them."""
+        return np.diff(np.asarray(self.answer.arrivals))
+
+    def output_tokens(self, count: TokenCounter | None) -> tuple[int, str]:
+        """Return the tokens of the answer and where the figure is from.
+
+        A usage figure wins, then the tokenizer that the user named, then the number of text
+        events. A cut or failed answer has rarely a usage figure.
+        """
+        answer = self.answer
+        if answer.output_tokens is not None:
+            return answer.output_tokens, "usage"
+        if count is not None:
+            return (count(answer.text) if answer.texts else 0), "tokenizer"
+        return answer.num_text_events, "events"
+
+    def input_tokens(self, count: TokenCounter | None) -> int | None:
+        if self.answer.input_tokens is not None or count is None or self.prompt_text is None:
+            return self.answer.input_tokens
+        return count(self.prompt_text)
+
+    def is_valid(self) -> bool | None:
+        """True where the answer is what the turn wants: JSON, or a tool call. None: any text."""
+        if self.turn.expects == "text":
+            return None
+        if self.turn.expects == "tool_call" and not self.answer.is_tool_call:
+            return False
+        return self.answer.finish_reason != "length" and _holds_object(self.answer.text)
+
+
+def _holds_object(text: str) -> bool:
+    """True where the text from its first brace on is a JSON object (a call's name precedes it)."""
+    start = text.find("{")
+    try:
+        content: Any = msgspec.json.decode(text[start:].encode()) if start >= 0 else None
+    except msgspec.DecodeError:
+        return False
+    return isinstance(content, dict)

@@ -1,0 +1,255 @@
+"""Recorder: what is kept of each exchange. About 100 bytes a request, none a token."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paceline.bench.exchange import OUTCOMES, Exchange, Outcome
+from paceline.bench.histogram import Histogram
+from paceline.bench.objective import Objectives
+from paceline.bench.prose import TokenCounter
+
+Verdict = bool | None  # met or missed; None: cut by the run's end, and so not judged
+LineWriter = Callable[[dict[str, Any]], None]
+_OUTCOME_NAMES = list(OUTCOMES)
+NUM_WORST = 12
+_MAX_ERRORS = 1000
+_LATENCIES = ("ttft", "tpot", "e2e", "lag", "connect")
+
+
+@dataclass(slots=True)
+class Window:
+    """The measured part of a run: tokens count by their arrival in it."""
+
+    start: float = math.inf
+    end: float = math.inf
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.start if math.isfinite(self.end - self.start) else 0.0
+
+    def count(self, moments: np.ndarray[Any, Any]) -> int:
+        return int(np.count_nonzero((moments >= self.start) & (moments <= self.end)))
+
+
+@dataclass(slots=True)
+class Columns:
+    """The measured exchanges of one class, a column a figure; NaN where there is none."""
+
+    at: array[float] = field(default_factory=lambda: array("d"))
+    outcome: array[int] = field(default_factory=lambda: array("B"))
+    met: array[int] = field(default_factory=lambda: array("b"))  # 1, 0, or -1: not judged
+    values: dict[str, array[float]] = field(
+        default_factory=lambda: {name: array("d") for name in _LATENCIES}
+    )
+    gaps: Histogram = field(default_factory=Histogram)
+    phases: dict[str, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
+    num_valid: int = 0
+    num_checked: int = 0
+    num_empty: int = 0
+
+    def of(self, metric: str, outcome: Outcome = "ok") -> np.ndarray[Any, Any]:
+        """Return a metric of the exchanges that ended so."""
+        chosen = np.asarray(self.outcome) == _OUTCOME_NAMES.index(outcome)
+        values: np.ndarray[Any, Any] = np.asarray(self.values[metric])[chosen]
+        return values
+
+    def num(self, outcome: Outcome) -> int:
+        return self.outcome.count(_OUTCOME_NAMES.index(outcome))
+
+    def take(self, other: Columns) -> None:
+        """Add the exchanges of `other`."""
+        self.at.extend(other.at)
+        self.outcome.extend(other.outcome)
+        self.met.extend(other.met)
+        for name, column in other.values.items():
+            self.values[name].extend(column)
+        self.gaps.take(other.gaps)
+        for name, column in other.phases.items():
+            self.phases[name].extend(column)
+        self.num_valid += other.num_valid
+        self.num_checked += other.num_checked
+        self.num_empty += other.num_empty
+
+
+class Recorder:
+    """Takes exchanges as they end, and judges them. Times in lines are relative to `epoch`."""
+
+    def __init__(
+        self,
+        objectives: Objectives,
+        *,
+        count_tokens: TokenCounter | None = None,
+        write_line: LineWriter | None = None,
+        labels: dict[str, Any] | None = None,
+    ) -> None:
+        self.objectives = objectives
+        self.window = Window()
+        self.epoch = 0.0
+        self.classes: dict[str, Columns] = {}
+        self.input_tokens = 0.0  # of requests whose first text came inside the window
+        self.output_tokens = 0.0  # by arrival inside the window
+        self.num_completed = 0  # ended well inside the window
+        self.num_warmup = 0
+        self.num_unread = 0
+        self.token_sources: Counter[str] = Counter()
+        self.cached_tokens = 0
+        self.errors: Counter[str] = Counter()
+        self.tokens_by_second: defaultdict[int, float] = defaultdict(float)
+        self.open_changes: defaultdict[int, int] = defaultdict(int)
+        self.worst: list[tuple[float, int, dict[str, Any]]] = []
+        self._count = count_tokens
+        self._write_line = write_line
+        self._labels = labels or {}
+
+    def together(self) -> Columns:
+        """Return all classes as one."""
+        joined = Columns()
+        for columns in self.classes.values():
+            joined.take(columns)
+        return joined
+
+    @property
+    def num_missed(self) -> int:
+        return sum(columns.met.count(0) for columns in self.classes.values())
+
+    @property
+    def num_ended(self) -> int:
+        return sum(len(columns.outcome) for columns in self.classes.values())
+
+    def add(self, exchange: Exchange) -> None:
+        """Take an exchange that has ended."""
+        tokens, source = exchange.output_tokens(self._count)
+        num_input = exchange.input_tokens(self._count)
+        self._add_to_window(exchange, tokens, num_input)
+        self.num_unread += exchange.answer.num_unread
+        gaps = exchange.gaps()
+        verdict = self._verdict(exchange, tokens, gaps)
+        line = self._line(exchange, tokens, source, num_input, verdict, gaps)
+        if self._write_line is not None:
+            self._write_line(line)
+        if exchange.is_warmup:
+            self.num_warmup += 1
+            return
+        if exchange.outcome == "ok":
+            self.token_sources[source] += 1
+        self.cached_tokens += exchange.answer.cached_tokens or 0
+        if exchange.error is not None:
+            what = f"{exchange.outcome}: {exchange.error}"
+            is_full = len(self.errors) >= _MAX_ERRORS and what not in self.errors
+            self.errors[f"{exchange.outcome}: others" if is_full else what] += 1
+        self._add_to_class(exchange, tokens, verdict, gaps)
+        self._keep_if_worst(exchange, line)
+
+    def _verdict(self, exchange: Exchange, tokens: int, gaps: np.ndarray[Any, Any]) -> Verdict:
+        if exchange.outcome == "cut":
+            return None
+        if exchange.outcome != "ok":
+            return False
+        measured = {
+            "ttft": exchange.ttft_s,
+            "tpot": exchange.tpot_s(tokens),
+            "e2e": exchange.e2e_s,
+            "itl": float(gaps.max()) if gaps.size else math.nan,
+        }
+        return self.objectives.is_met(exchange.kind, measured)
+
+    def _add_to_window(self, exchange: Exchange, tokens: int, num_input: int | None) -> None:
+        arrivals, window = np.asarray(exchange.answer.arrivals), self.window
+        self.open_changes[math.floor(exchange.sent_at - self.epoch)] += 1
+        self.open_changes[math.ceil(exchange.ended_at - self.epoch)] -= 1
+        if not arrivals.size:
+            return
+        weight = tokens / arrivals.size
+        self.output_tokens += weight * window.count(arrivals)
+        seconds, counts = np.unique((arrivals - self.epoch).astype(np.int64), return_counts=True)
+        for second, count in zip(seconds.tolist(), counts.tolist(), strict=True):
+            self.tokens_by_second[second] += weight * count
+        if window.start <= arrivals[0] <= window.end:
+            self.input_tokens += num_input or 0
+
+    def _add_to_class(
+        self, exchange: Exchange, tokens: int, verdict: Verdict, gaps: np.ndarray[Any, Any]
+    ) -> None:
+        columns = self.classes.setdefault(exchange.kind, Columns())
+        columns.at.append(exchange.scheduled_at - self.epoch)
+        columns.outcome.append(_OUTCOME_NAMES.index(exchange.outcome))
+        columns.met.append(-1 if verdict is None else int(verdict))
+        for name, value in (
+            ("ttft", exchange.ttft_s),
+            ("tpot", exchange.tpot_s(tokens)),
+            ("e2e", exchange.e2e_s),
+            ("lag", exchange.lag_s),
+            ("connect", exchange.connect_s),
+        ):
+            columns.values[name].append(value)
+        if exchange.outcome != "ok":
+            return
+        columns.gaps.add(gaps)
+        columns.num_empty += not exchange.answer.arrivals
+        for name, seconds in exchange.answer.phases.items():
+            columns.phases[name].append(seconds)
+        if (is_valid := exchange.is_valid()) is not None:
+            columns.num_checked += 1
+            columns.num_valid += is_valid
+        if self.window.start <= exchange.ended_at <= self.window.end:
+            self.num_completed += 1
+
+    def _keep_if_worst(self, exchange: Exchange, line: dict[str, Any]) -> None:
+        if exchange.outcome == "cut":
+            return
+        heapq.heappush(self.worst, (exchange.e2e_s, exchange.idx, line))
+        if len(self.worst) > NUM_WORST:
+            heapq.heappop(self.worst)
+
+    def _line(
+        self,
+        exchange: Exchange,
+        tokens: int,
+        source: str,
+        num_input: int | None,
+        verdict: Verdict,
+        gaps: np.ndarray[Any, Any],
+    ) -> dict[str, Any]:
+        """Return the JSON line of an exchange; docs/bench.md has its schema."""
+        answer = exchange.answer
+        return {
+            "type": "request",
+            **self._labels,
+            "id": exchange.idx,
+            "turn": exchange.turn_idx,
+            "class": exchange.kind,
+            "warmup": exchange.is_warmup,
+            "outcome": exchange.outcome,
+            "error": exchange.error,
+            "status": answer.status,
+            "retry_after_s": exchange.retry_after_s,
+            "met": verdict,
+            "valid": exchange.is_valid() if exchange.outcome == "ok" else None,
+            "finish_reason": answer.finish_reason,
+            "scheduled_s": round(exchange.scheduled_at - self.epoch, 6),
+            "lag_ms": _ms(exchange.lag_s),
+            "connect_ms": _ms(exchange.connect_s),
+            "ttft_ms": _ms(exchange.ttft_s),
+            "tpot_ms": _ms(exchange.tpot_s(tokens)),
+            "e2e_ms": _ms(exchange.e2e_s),
+            "gaps_ms": np.round(gaps * 1e3, 3).tolist(),
+            "input_tokens": num_input,
+            "output_tokens": tokens,
+            "output_tokens_from": source,
+            "cached_tokens": answer.cached_tokens,
+            "unread_events": answer.num_unread,
+            "server_ms": {name: _ms(seconds) for name, seconds in answer.phases.items()},
+        }
+
+
+def _ms(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else round(seconds * 1e3, 3)

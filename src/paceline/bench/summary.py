@@ -1,0 +1,134 @@
+"""Summary: a run's figures, as the JSON schema in docs/bench.md names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.bench.exchange import OUTCOMES
+from paceline.bench.probe import Probe
+from paceline.bench.recorder import Columns, Recorder
+from paceline.bench.statistics import share_figure, summarise
+
+_MS = 1e3
+_MAX_ERRORS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What the machine costs while it runs; None where the user gave no figure."""
+
+    per_hour: float | None = None
+    watts: float | None = None
+
+    def summary(self, tokens_per_s: float) -> dict[str, float]:
+        """Return the price of a million output tokens at that rate."""
+        figures: dict[str, float] = {}
+        if tokens_per_s <= 0:
+            return figures
+        hours = 1e6 / tokens_per_s / 3600
+        if self.per_hour is not None:
+            figures["cost_per_million_output_tokens"] = self.per_hour * hours
+        if self.watts is not None:
+            figures["wh_per_million_output_tokens"] = self.watts * hours
+        return figures
+
+
+def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, Any]:
+    """Return the summary of a run that has ended."""
+    together = recorder.together()
+    duration_s = recorder.window.duration_s
+    throughput = _throughput(recorder, duration_s)
+    return {
+        "window_s": duration_s,
+        "offered_per_s": len(together.outcome) / duration_s if duration_s else 0.0,
+        "requests": {**_requests(together), "warmup": recorder.num_warmup},
+        "errors": [
+            {"what": what, "count": count}
+            for what, count in recorder.errors.most_common(_MAX_ERRORS)
+        ],
+        "latency_ms": _latency(together),
+        "server_ms": _phases(together),
+        "throughput": throughput,
+        "tokens": {
+            "output_from": dict(recorder.token_sources),
+            "cached_input": recorder.cached_tokens,
+            "unread_events": recorder.num_unread,
+        },
+        "goodput": _goodput(together, recorder, "", duration_s),
+        "classes": {
+            kind: {
+                "requests": _requests(columns),
+                "latency_ms": _latency(columns),
+                "goodput": _goodput(columns, recorder, kind, duration_s),
+            }
+            for kind, columns in sorted(recorder.classes.items())
+        },
+        "client": probe.summary(_sent_lags(together)),
+        "price": price.summary(throughput["output_tokens_per_s"]),
+    }
+
+
+def _requests(columns: Columns) -> dict[str, int]:
+    """Count by outcome; they sum to `measured`."""
+    counts: dict[str, int] = {outcome: columns.num(outcome) for outcome in OUTCOMES}
+    return {
+        "measured": len(columns.outcome),
+        **counts,
+        "empty": columns.num_empty,
+        "checked": columns.num_checked,
+        "valid": columns.num_valid,
+    }
+
+
+def _latency(columns: Columns) -> dict[str, Any]:
+    """Figures of complete answers alone: failures are counted, not timed."""
+    figures = {
+        name: summarise(columns.of(name), _MS) for name in ("ttft", "tpot", "e2e", "connect")
+    }
+    return {**figures, "itl": columns.gaps.summary(_MS)}
+
+
+def _phases(columns: Columns) -> dict[str, Any]:
+    return {name: summarise(values, _MS) for name, values in sorted(columns.phases.items())}
+
+
+def _throughput(recorder: Recorder, duration_s: float) -> dict[str, float]:
+    seconds = duration_s or 1.0
+    return {
+        "requests_per_s": recorder.num_completed / seconds,
+        "input_tokens_per_s": recorder.input_tokens / seconds,
+        "output_tokens_per_s": recorder.output_tokens / seconds,
+        "total_tokens_per_s": (recorder.input_tokens + recorder.output_tokens) / seconds,
+        "input_tokens": recorder.input_tokens,
+        "output_tokens": recorder.output_tokens,
+    }
+
+
+def _goodput(columns: Columns, recorder: Recorder, kind: str, duration_s: float) -> dict[str, Any]:
+    """Judge the requests: every one that ended counts, whatever became of it.
+
+    Requests that the run's end cut are left out of `attainment` and count as missed in
+    `attainment_if_cut_missed`, the lower bound.
+    """
+    met, missed, cut = (columns.met.count(verdict) for verdict in (1, 0, -1))
+    judged = met + missed
+    limits = recorder.objectives.limits if not kind else {kind: recorder.objectives.of(kind)}
+    return {
+        "objectives_ms": {
+            name or "all": {metric: limit * _MS for metric, limit in metrics.items()}
+            for name, metrics in limits.items()
+            if metrics
+        },
+        "met": met,
+        "missed": missed,
+        "cut": cut,
+        "attainment": share_figure(met, judged).as_dict() if judged else None,
+        "attainment_if_cut_missed": met / (judged + cut) if judged + cut else None,
+        "requests_per_s": met / duration_s if duration_s else 0.0,
+    }
+
+
+def _sent_lags(columns: Columns) -> Sequence[float]:
+    return columns.values["lag"]

@@ -1,0 +1,70 @@
+"""Traces: when requests arrived somewhere, and how long they were."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import ParameterError
+
+_INPUTS = ("input_length", "input_tokens", "ContextTokens", "num_prefill_tokens")
+_OUTPUTS = ("output_length", "output_tokens", "GeneratedTokens", "num_decode_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """One request of a trace; `at_s` counts from the first."""
+
+    at_s: float
+    input_tokens: int | None
+    output_tokens: int | None
+
+
+def read_trace(path: str) -> Sequence[Arrived]:
+    """Return a trace in order of time.
+
+    JSONL with `at_s` (seconds) or `timestamp` (milliseconds, as Mooncake's traces have it) and
+    optional lengths, or CSV with `at_s` or `TIMESTAMP` (a date, as Azure's traces have it).
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if path.endswith(".csv"):
+            rows: list[dict[str, Any]] = list(csv.DictReader(text.splitlines()))
+        else:
+            rows = [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
+        items = [
+            Arrived(at_s=_time(row), input_tokens=_count(row, _INPUTS),
+                    output_tokens=_count(row, _OUTPUTS))
+            for row in rows
+        ]  # fmt: skip
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ParameterError(
+            f"{path} cannot be read as a trace ({error}): lines need at_s in seconds or timestamp "
+            "in milliseconds"
+        ) from None
+    if not items:
+        raise ParameterError(f"{path} holds no request")
+    start = min(item.at_s for item in items)
+    items.sort(key=lambda item: item.at_s)
+    return [
+        Arrived(at_s=i.at_s - start, input_tokens=i.input_tokens, output_tokens=i.output_tokens)
+        for i in items
+    ]
+
+
+def _time(row: dict[str, Any]) -> float:
+    if "at_s" in row:
+        return float(row["at_s"])
+    if "timestamp" in row:
+        return float(row["timestamp"]) / 1e3
+    return datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+
+
+def _count(row: dict[str, Any], names: Sequence[str]) -> int | None:
+    return next((int(row[name]) for name in names if name in row), None)

@@ -1,0 +1,173 @@
+"""What the options of `paceline bench` say, checked and in the bench's own words."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    from paceline.bench.arrivals import Arrivals, Closed
+    from paceline.bench.load import Limits
+    from paceline.bench.servers import Settings
+    from paceline.bench.target import Endpoint
+
+
+def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
+    """Refuse no server, two of one name, and peers that nobody knows."""
+    from paceline.bench.servers import PEERS
+
+    for peer in peers:
+        if peer not in PEERS:
+            raise ParameterError(f"--peer is {peer!r}: choose one of {', '.join(PEERS)}")
+    if not names:
+        raise ParameterError(
+            "no server is named: give --target http://localhost:8000, or --serve MODEL"
+        )
+    if len(set(names)) < len(names):
+        raise ParameterError("two targets have one name: write --target NAME=URL")
+
+
+def read_endpoint(text: str) -> Endpoint:
+    if text not in ("chat", "completions"):
+        raise ParameterError(f"--endpoint is {text!r}: choose chat or completions")
+    return "chat" if text == "chat" else "completions"
+
+
+def server_settings(
+    model: str | None,
+    serve_arguments: str,
+    pythons: Sequence[str],
+    threads: int | None,
+    slots: int,
+    context: int,
+) -> Settings:
+    """Return what the servers that the bench starts share; their model is fetched if need be."""
+    from paceline.bench.servers import Settings, parse_pythons
+    from paceline.cli.loading import find_model
+    from paceline.cpu import resolve_num_threads
+
+    if model is None:
+        raise ParameterError("--peer needs a model: give --serve MODEL or --peer-model MODEL")
+    return Settings(
+        model=find_model(model).resolve(),
+        num_threads=resolve_num_threads(threads)[0],
+        slots=slots,
+        context=context,
+        serve_arguments=shlex.split(serve_arguments),
+        pythons=parse_pythons(pythons),
+    )
+
+
+def read_loads(
+    concurrency: int | None, rate: str | None, arrival: str, sweep: str | None, *, find_rate: bool
+) -> dict[str, Any]:
+    """Return the part of a Program that says how requests come."""
+    from paceline.bench.arrivals import Closed, build_arrivals
+    from paceline.bench.units import parse_positive
+
+    given = None if rate is None else parse_positive(rate, "--rate")
+    has_own_rate = arrival.split(":")[0] in ("burst", "replay")
+    if has_own_rate and (given is not None or sweep is not None or find_rate):
+        raise ParameterError(
+            f"--arrival {arrival} has its own times: leave out --rate, --sweep and --find-rate"
+        )
+    is_open = given is not None or sweep is not None or find_rate or arrival != "poisson"
+    if concurrency is not None and is_open:
+        raise ParameterError(
+            "--concurrency is a closed loop: leave out --rate, --sweep, --find-rate and --arrival"
+        )
+    if not is_open:
+        return {"loads": [({}, Closed(concurrency or 1))]}
+    if find_rate:
+        if sweep is not None:
+            raise ParameterError("--find-rate chooses its own rates: leave out --sweep")
+        return {"search_from": given or 1.0, "arrivals_at": partial(build_arrivals, arrival)}
+    loads: list[tuple[dict[str, Any], Arrivals | Closed]] = []
+    if sweep is not None:
+        if given is not None:
+            raise ParameterError("--sweep has its own rates: leave out --rate")
+        for text in sweep.split(","):
+            value = parse_positive(text, "--sweep")
+            loads.append(({"rate": value}, build_arrivals(arrival, value)))
+        return {"loads": loads}
+    labels = {} if given is None else {"rate": given}
+    return {"loads": [(labels, build_arrivals(arrival, given))]}
+
+
+def read_limits(
+    requests: int | None,
+    duration: str | None,
+    warmup: str,
+    drain: str,
+    timeout: str,
+    *,
+    arrival: str,
+    is_search: bool,
+) -> Limits:
+    from paceline.bench.load import Limits
+    from paceline.bench.units import parse_duration
+
+    if is_search and requests is not None:
+        raise ParameterError("--find-rate takes the length of a stage from --duration")
+    if arrival.startswith("burst") and requests is None:
+        raise ParameterError("--arrival burst needs --requests: how many come at once")
+    if duration is None and requests is None and not arrival.startswith("replay"):
+        duration = "30s"
+    is_count = warmup.isdecimal()
+    return Limits(
+        num_requests=requests,
+        duration_s=None if duration is None else parse_duration(duration),
+        warmup_s=0.0 if is_count else parse_duration(warmup),
+        warmup_requests=int(warmup) if is_count else 0,
+        drain_s=parse_duration(drain),
+        timeout_s=parse_duration(timeout),
+    )
+
+
+def read_headers(
+    api_key: str | None, headers: Sequence[str], *, server_timings: bool = False
+) -> dict[str, str]:
+    found = {"X-Paceline-Timings": "true"} if server_timings else {}
+    for text in headers:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip() or "\n" in text or "\r" in text:
+            raise ParameterError(f"--header is {text!r}: write 'Name: value'")
+        found[name.strip()] = value.strip()
+    if api_key is not None:
+        if api_key.startswith("@"):
+            try:
+                api_key = Path(api_key[1:]).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise ParameterError(f"--api-key {api_key}: {error.strerror}") from None
+        found["Authorization"] = f"Bearer {api_key}"
+    return found
+
+
+def read_fields(body: str | None) -> dict[str, Any]:
+    """Return what goes into every request: greedy, unless the user says otherwise."""
+    fields: dict[str, Any] = {"temperature": 0}
+    if body is not None:
+        try:
+            given = json.loads(body)
+        except ValueError as error:
+            raise ParameterError(f"--body is no JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ParameterError("--body must be a JSON object, such as '{\"temperature\": 1}'")
+        fields.update(given)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def read_share(text: str) -> float:
+    from paceline.bench.units import parse_positive
+
+    value = parse_positive(text.removesuffix("%"), "--at-least")
+    value = value / 100 if text.endswith("%") else value
+    if value > 1:
+        raise ParameterError(f"--at-least is {text}: write a share such as 95% or 0.95")
+    return value

@@ -1,0 +1,105 @@
+"""Ledger: the wall time of a request, partitioned. `docs/ledger.md` defines every part."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct, field
+
+
+class Part(enum.IntEnum):
+    """What an instant of a request's wall time was spent on. Each instant belongs to one part.
+
+    A new phase of the engine is a new member here, and a `spend` where the phase ends; sums,
+    metrics and reports follow from the members.
+    """
+
+    RECEIVE = 0
+    PARSE = enum.auto()
+    TEMPLATE = enum.auto()
+    TOKENISE = enum.auto()
+    QUEUE_BUDGET = enum.auto()
+    QUEUE_KV = enum.auto()
+    ENGINE = enum.auto()
+    PREFILL = enum.auto()
+    PREFILL_OTHERS = enum.auto()
+    RECOMPUTE = enum.auto()
+    DECODE = enum.auto()
+    DECODE_OTHERS = enum.auto()
+    GIL_WAIT = enum.auto()
+    SAMPLE = enum.auto()
+    DETOKENISE = enum.auto()
+    HANDOFF = enum.auto()
+    SEND = enum.auto()
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+NUM_PARTS = len(Part)
+RESIDUAL = "residual"
+MAX_BLAMED = 64  # requests that a ledger blames by name; the rest share the key ""
+
+
+class Ledger(Struct, eq=False, kw_only=True):
+    """Where the time of one sequence in the engine went, from `begin_ns` to `mark_ns`.
+
+    `ns` is indexed by Part. `sum(ns) == mark_ns - begin_ns`, but for steps that failed.
+    """
+
+    begin_ns: int
+    mark_ns: int  # all before it is accounted for
+    short_ns: int  # how long the queue had lacked KV memory in all, when `mark_ns` was set
+    ns: list[int] = field(default_factory=lambda: [0] * NUM_PARTS)
+    blame: dict[str, int] = field(default_factory=dict)  # request -> ns lost to its prefill
+    preempted_ns: int = 0  # waiting after a preemption, and computing again what was lost
+    num_seen: int = 0  # tokens that were in the KV cache at some time
+    num_preemptions: int = 0
+    num_steps: int = 0
+    last_step: int | None = None
+    first_text: tuple[int, ...] | None = None  # `ns` when the first visible text was made
+    first_text_ns: int = 0
+    end_ns: int = 0
+
+    def spend(self, part: Part, until_ns: int) -> None:
+        """Book the time from `mark_ns` on as `part`."""
+        self.ns[part] += until_ns - self.mark_ns
+        self.mark_ns = until_ns
+
+    def accuse(self, request_id: str, ns: int) -> None:
+        """Book `ns`, which is in a part already, as lost to the prefill of a request."""
+        if request_id not in self.blame and len(self.blame) >= MAX_BLAMED:
+            request_id = ""
+        self.blame[request_id] = self.blame.get(request_id, 0) + ns
+
+    def fork(self) -> Ledger:
+        """Return the ledger of a choice that has shared all of this one's time so far."""
+        return Ledger(
+            begin_ns=self.begin_ns,
+            mark_ns=self.mark_ns,
+            short_ns=self.short_ns,
+            ns=list(self.ns),
+            blame=dict(self.blame),
+            preempted_ns=self.preempted_ns,
+            num_seen=self.num_seen,
+            last_step=self.last_step,
+        )
+
+
+def parts_ms(ns: Sequence[int], wall_ns: int) -> dict[str, float]:
+    """Return {part: milliseconds} of the parts that are not zero, the residual last.
+
+    The values sum to `wall_ns`: the residual is what no part claims.
+    """
+    parts = {part.label: ns[part] / 1e6 for part in Part if ns[part]}
+    parts[RESIDUAL] = (wall_ns - sum(ns)) / 1e6
+    return parts
+
+
+def top_blame(blame: Mapping[str, int], limit: int) -> list[tuple[str, int]]:
+    """Return the (request, ns) that cost most, at most `limit`; the rest as ("", ns)."""
+    named = sorted(((k, v) for k, v in blame.items() if k), key=lambda item: -item[1])
+    rest = sum(ns for _, ns in named[limit:]) + blame.get("", 0)
+    return [*named[:limit], ("", rest)] if rest else named[:limit]

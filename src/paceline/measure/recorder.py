@@ -1,0 +1,172 @@
+"""StepRecorder: books the engine's time, step by step, in the ledgers of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from paceline.measure.ledger import Ledger, Part
+from paceline.measure.step_cost import StepCost
+from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.engine.scheduler import Schedule
+    from paceline.engine.sequence import Sequence
+    from paceline.measure.work import StepWork
+
+
+class StepRecorder:
+    """Divides each step among its sequences, and keeps the latest steps and running totals.
+
+    A step's forward is divided by marginal cost: a sequence is charged what the step would have
+    cost with its tokens alone (`StepCost`), the rest was lost to the others, and is laid to
+    their charge by their tokens.
+    """
+
+    def __init__(self, work: StepWork | None = None) -> None:
+        self.log = StepLog()
+        self.counters = StepCounters(work)
+        self._cost = StepCost()
+        self._record = StepRecord()
+        self._ledgers: list[Ledger] = []  # of the step in progress
+        self._is_in_step = False
+        # Time in which the queue's head lacked KV memory, up to the last schedule.
+        self._short_ns = 0
+        self._is_short = False
+        self._schedule_ns = 0
+
+    def open(self, begin_ns: int, now_ns: int) -> Ledger:
+        ledger = Ledger(begin_ns=begin_ns, mark_ns=begin_ns, short_ns=0)
+        ledger.spend(Part.ENGINE, now_ns)
+        ledger.short_ns = self._short_until(now_ns)
+        return ledger
+
+    def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
+            forward_ns: int) -> None:  # fmt: skip
+        start_ns = schedule.start_ns
+        if self._is_short:
+            self._short_ns += start_ns - self._schedule_ns
+        self._is_short, self._schedule_ns = schedule.is_short_of_kv, start_ns
+        duration = work_ns - built_ns
+        self._cost.observe(schedule.num_tokens, duration)
+        number = self._record.number + 1
+        chunks: list[Chunk] = []
+        for seq, n in schedule.chunks:
+            ledger = seq.ledger
+            assert ledger is not None
+            self._book_wait(ledger, seq, start_ns)
+            ledger.spend(Part.ENGINE, built_ns)
+            chunks.append(_chunk(seq, ledger, n))
+        self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
+        for seq, n in schedule.chunks:
+            ledger = seq.ledger
+            assert ledger is not None
+            num_known = seq.num_computed + n
+            if num_known > ledger.num_seen:
+                ledger.num_seen = num_known
+            ledger.mark_ns = work_ns
+            ledger.spend(Part.GIL_WAIT, forward_ns)
+            ledger.last_step = number
+            ledger.num_steps += 1
+        self.counters.count_work(schedule.chunks)
+        self._ledgers = [seq.ledger for seq, _ in schedule.chunks if seq.ledger is not None]
+        self._is_in_step = True
+        self._record = StepRecord(
+            number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
+            work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
+            chunks=tuple(chunks),
+        )  # fmt: skip
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        assert parent.ledger is not None
+        child.ledger = parent.ledger.fork()
+        self._ledgers.append(child.ledger)
+
+    def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
+        self._record.sampled_ns = now_ns
+        observe = self.counters.gap_s.observe
+        for seq in seqs:
+            ledger = seq.ledger
+            assert ledger is not None
+            ledger.spend(Part.SAMPLE, now_ns)
+            if seq.last_token_ns:
+                observe((now_ns - seq.last_token_ns) / 1e9)
+        self._record.num_sampled = len(seqs)
+
+    def first_text(self, seq: Sequence, now_ns: int) -> None:
+        ledger = seq.ledger
+        if ledger is not None and ledger.first_text is None:
+            ledger.spend(Part.DETOKENISE, now_ns)
+            ledger.first_text, ledger.first_text_ns = tuple(ledger.ns), now_ns
+
+    def close(self, seq: Sequence, now_ns: int) -> None:
+        ledger = seq.ledger
+        if ledger is None:
+            return
+        if seq.finish_reason != "error":
+            if self._is_in_step and ledger.last_step == self._record.number:
+                ledger.spend(Part.DETOKENISE, now_ns)
+            else:
+                self._book_wait(ledger, seq, now_ns)
+        ledger.end_ns = now_ns
+
+    def committed(self, now_ns: int) -> None:
+        record = self._record
+        record.end_ns = now_ns
+        for ledger in self._ledgers:
+            if not ledger.end_ns:
+                was_sampled = ledger.mark_ns >= record.sampled_ns
+                ledger.spend(Part.DETOKENISE if was_sampled else Part.PREFILL_OTHERS, now_ns)
+                ledger.short_ns = self._short_until(now_ns)
+        self._ledgers = []
+        self._is_in_step = False
+        self.log.add(record)
+        self.counters.count_step(record)
+
+    def _book_wait(self, ledger: Ledger, seq: Sequence, now_ns: int) -> None:
+        """Book the time since the last booking, which `seq` spent between steps."""
+        begin_ns = ledger.mark_ns
+        if seq.num_preemptions > ledger.num_preemptions:
+            ledger.num_preemptions = seq.num_preemptions
+            ledger.spend(Part.QUEUE_KV, now_ns)
+            ledger.preempted_ns += now_ns - begin_ns
+        elif ledger.last_step == self._record.number:
+            ledger.spend(Part.ENGINE, now_ns)
+        else:
+            short_ns = min(max(self._short_until(now_ns) - ledger.short_ns, 0), now_ns - begin_ns)
+            ledger.spend(Part.QUEUE_KV, begin_ns + short_ns)
+            ledger.spend(Part.QUEUE_BUDGET, now_ns)
+
+    def _short_until(self, now_ns: int) -> int:
+        return self._short_ns + (now_ns - self._schedule_ns if self._is_short else 0)
+
+    def _divide(
+        self, scheduled: Seq[tuple[Sequence, int]], chunks: Seq[Chunk], total: int, duration: int
+    ) -> None:
+        """Book the step's work: to each its own tokens' cost, and what the others cost it."""
+        prefills = [chunk for chunk in chunks if chunk.kind is not Part.DECODE]
+        shares: dict[int, float] = {}
+        for (seq, n), chunk in zip(scheduled, chunks, strict=True):
+            ledger = seq.ledger
+            assert ledger is not None
+            if n not in shares:
+                shares[n] = self._cost.share(n, total)
+            own = int(duration * shares[n])
+            lost = duration - own
+            again = own * chunk.num_again // n
+            ledger.ns[Part.RECOMPUTE] += again
+            ledger.preempted_ns += again
+            ledger.ns[chunk.new_kind] += own - again
+            is_decode = chunk.kind is Part.DECODE
+            ledger.ns[Part.DECODE_OTHERS if is_decode else Part.PREFILL_OTHERS] += lost
+            if lost and total > n:
+                for other in prefills:
+                    if other.request_id != chunk.request_id:
+                        ledger.accuse(other.request_id, lost * other.num_tokens // (total - n))
+
+
+def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
+    begin = seq.num_computed
+    num_again = min(max(ledger.num_seen - begin, 0), n)
+    new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind)

@@ -1,0 +1,51 @@
+"""StepCost: what a step of so many tokens costs, learnt from the steps that ran."""
+
+from __future__ import annotations
+
+_FORGET = 0.9  # weight of what a size cost before, when a step of that size is measured
+_NUM_SIZES = 24  # powers of two
+
+
+class StepCost:
+    """The mean cost of steps by their number of tokens, one mean a power of two.
+
+    It answers "what would this step have cost without the others", which is how time in shared
+    steps is divided. Contexts grow and machines slow down, so old measurements fade.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = [0.0] * _NUM_SIZES  # mean of the sizes that fell into a class; 0: none yet
+        self._cost = [0.0] * _NUM_SIZES
+
+    def observe(self, num_tokens: int, cost: float) -> None:
+        size = min((num_tokens - 1).bit_length(), _NUM_SIZES - 1)
+        if not self._tokens[size]:
+            self._tokens[size], self._cost[size] = num_tokens, cost
+            return
+        self._tokens[size] += (num_tokens - self._tokens[size]) * (1 - _FORGET)
+        self._cost[size] += (cost - self._cost[size]) * (1 - _FORGET)
+
+    def cost(self, num_tokens: int) -> float:
+        """Return the expected cost of a step; on the line through the two nearest known sizes.
+
+        With one known size, or none, cost is proportional to tokens.
+        """
+        points = [(t, c) for t, c in zip(self._tokens, self._cost, strict=True) if t]
+        if not points:
+            return float(num_tokens)
+        if len(points) == 1:
+            return points[0][1] / points[0][0] * num_tokens
+        above = next((i for i, (t, _) in enumerate(points) if t >= num_tokens), len(points) - 1)
+        (t0, c0), (t1, c1) = points[max(above, 1) - 1], points[max(above, 1)]
+        return c0 + (c1 - c0) * (num_tokens - t0) / (t1 - t0)
+
+    def share(self, num_tokens: int, total: int) -> float:
+        """Return the part of a step of `total` tokens that `num_tokens` would have cost alone.
+
+        Never less than their share of the tokens: what all share is charged to everybody.
+        """
+        if num_tokens >= total:
+            return 1.0
+        whole = self.cost(total)
+        alone = self.cost(num_tokens) / whole if whole > 0 else 0.0
+        return min(max(alone, num_tokens / total), 1.0)

@@ -1,0 +1,136 @@
+"""The steps of an engine: the latest ones in full, and running totals of all."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
+
+from paceline.measure.histogram import COUNTS, SECONDS, Histogram
+from paceline.measure.ledger import NUM_PARTS, Part
+
+if TYPE_CHECKING:
+    from paceline.engine.sequence import Sequence
+    from paceline.measure.work import StepWork
+
+MAX_STEPS = 8192
+MAX_CHUNKS = 65_536  # over all steps that are kept: about 10 MB
+
+
+class Chunk(NamedTuple):
+    """The tokens of one sequence in one step; the first `num_again` had been computed before."""
+
+    request_id: str
+    choice: int
+    num_tokens: int
+    num_again: int
+    new_kind: Part  # of the other tokens: PREFILL or DECODE
+
+    @property
+    def kind(self) -> Part:
+        """RECOMPUTE where anything is computed again, else PREFILL or DECODE."""
+        return Part.RECOMPUTE if self.num_again else self.new_kind
+
+
+class StepRecord(Struct, kw_only=True):
+    """One step: when its phases ended, on the engine's clock, and what was in it."""
+
+    number: int = -1
+    start_ns: int = 0
+    scheduled_ns: int = 0
+    built_ns: int = 0
+    work_ns: int = 0  # the backend was done
+    forward_ns: int = 0  # the engine's thread had the GIL again
+    sampled_ns: int = 0
+    end_ns: int = 0
+    num_tokens: int = 0
+    num_sampled: int = 0
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def phases(self) -> tuple[tuple[str, int, int], ...]:
+        """(phase, begin, end) in order; they fill the step."""
+        return (
+            ("schedule", self.start_ns, self.scheduled_ns),
+            ("build", self.scheduled_ns, self.built_ns),
+            ("forward", self.built_ns, self.work_ns),
+            ("gil_wait", self.work_ns, self.forward_ns),
+            ("sample", self.forward_ns, self.sampled_ns),
+            ("commit", self.sampled_ns, self.end_ns),
+        )
+
+
+class StepLog:
+    """The latest steps, bounded in number and in chunks. Written by one thread, read by any."""
+
+    def __init__(self, max_steps: int = MAX_STEPS, max_chunks: int = MAX_CHUNKS) -> None:
+        self._steps: deque[StepRecord] = deque()
+        self._max_steps = max_steps
+        self._max_chunks = max_chunks
+        self._num_chunks = 0
+
+    def add(self, record: StepRecord) -> None:
+        self._steps.append(record)
+        self._num_chunks += len(record.chunks)
+        while len(self._steps) > self._max_steps or self._num_chunks > self._max_chunks:
+            self._num_chunks -= len(self._steps.popleft().chunks)
+
+    def since(self, start_ns: int) -> list[StepRecord]:
+        """Return the kept steps that ended after `start_ns`, oldest first."""
+        steps = self._steps.copy()
+        return [record for record in steps if record.end_ns > start_ns]
+
+
+class StepCounters:
+    """Totals over all steps since the start. Written by the engine's thread, read by any."""
+
+    def __init__(self, work: StepWork | None) -> None:
+        self.work = work
+        self.duration_s = Histogram(SECONDS)
+        self.gap_s = Histogram(SECONDS)  # between two tokens of a sequence
+        self.num_tokens = Histogram(COUNTS)
+        self.phase_ns = {name: 0 for name, _, _ in StepRecord().phases}
+        self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE and DECODE
+        self.num_sampled = 0
+        self.num_keys = 0
+        self.kv_bytes = 0
+
+    @property
+    def num_steps(self) -> int:
+        return self.duration_s.count
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of all steps; 0 where the model's shape is not known."""
+        if self.work is None:
+            return 0
+        return self.work.macs(
+            num_tokens=sum(self.tokens),
+            num_logit_rows=self.num_sampled,
+            num_keys=self.num_keys,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return 0 if self.work is None else self.work.weight_bytes * self.num_steps
+
+    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
+        """Count keys and KV bytes. Precondition: `num_computed` does not count the step yet."""
+        if self.work is not None:
+            for seq, n in scheduled:
+                self.num_keys += self.work.num_keys(seq.num_computed, n)
+                self.kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+
+    def count_step(self, record: StepRecord) -> None:
+        self.duration_s.observe((record.end_ns - record.start_ns) / 1e9)
+        self.num_tokens.observe(record.num_tokens)
+        self.num_sampled += record.num_sampled
+        spent = self.phase_ns
+        for name, begin_ns, end_ns in record.phases:
+            spent[name] += end_ns - begin_ns
+        tokens = self.tokens
+        for _, _, num_tokens, num_again, new_kind in record.chunks:
+            tokens[Part.RECOMPUTE] += num_again
+            tokens[new_kind] += num_tokens - num_again

@@ -1,0 +1,173 @@
+"""Metrics: what /metrics tells. `docs/metrics.md` has the exact definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from paceline.measure.histogram import Histogram
+from paceline.measure.ledger import Part
+from paceline.server.meters import CallMeters
+
+if TYPE_CHECKING:
+    from paceline.engine.engine import Engine
+    from paceline.measure.recorder import StepRecorder
+
+_T = TypeVar("_T")
+Labelled = Mapping[tuple[str, ...], _T]  # values of the labels beyond model_name and engine
+
+
+class Metrics:
+    """Writes the exposition. Nothing is computed before somebody asks for it."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(
+        self,
+        engine: Engine,
+        recorder: StepRecorder | None,
+        calls: CallMeters,
+        *,
+        model: str,
+    ) -> None:
+        self.read_bandwidth = 0.0  # of the machine, bytes a second; 0: not measured
+        self._engine, self._recorder, self._calls = engine, recorder, calls
+        self._names, self._values = ["model_name", "engine"], [model, "0"]
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families (the protocol of prometheus_client's collectors)."""
+        yield from self._state()
+        yield from self._answers()
+        yield from self._ledgers()
+        if self._recorder is not None:
+            yield from self._steps(self._recorder)
+
+    def _state(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        usage = stats.num_live_blocks / stats.num_blocks
+        for name, help_text, value in (
+            ("vllm:num_requests_running", "Sequences that hold KV memory.", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences that wait for it.", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", usage),
+            ("paceline:kv_blocks_live", "KV blocks in use.", stats.num_live_blocks),
+            ("paceline:kv_blocks_cached", "KV blocks kept for reuse.", stats.num_cached_blocks),
+            ("paceline:kv_blocks", "KV blocks in all.", stats.num_blocks),
+        ):
+            yield self._gauge(name, help_text, value)
+        for name, help_text, total in (
+            ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("vllm:generation_tokens", "Tokens chosen.", stats.num_generated_tokens),
+        ):
+            yield self._counter(name, help_text, {(): total})
+
+    def _answers(self) -> Iterator[Metric]:
+        calls = self._calls
+        yield self._counter(
+            "vllm:request_success", "Choices by how they ended.", calls.reasons, "finished_reason"
+        )
+        for name, help_text, histogram in (
+            ("time_to_first_token_seconds", "First byte read to first content.", calls.ttft_s),
+            ("request_time_per_output_token_seconds", "Mean gap of an answer.", calls.tpot_s),
+            ("e2e_request_latency_seconds", "First byte read to last written.", calls.e2e_s),
+            ("request_queue_time_seconds", "Arrival to first step.", calls.queue_s),
+            ("request_prefill_time_seconds", "First step to first token.", calls.prefill_s),
+            ("request_decode_time_seconds", "First token to last token.", calls.decode_s),
+            ("request_inference_time_seconds", "First step to last token.", calls.inference_s),
+            ("request_prompt_tokens", "Tokens of a prompt.", calls.prompt_tokens),
+            ("request_generation_tokens", "Tokens of a choice.", calls.generation_tokens),
+            ("request_params_max_tokens", "max_tokens, where given.", calls.max_tokens),
+            ("request_params_n", "n.", calls.n),
+        ):
+            yield self._histogram(f"vllm:{name}", help_text, {(): histogram})
+
+    def _ledgers(self) -> Iterator[Metric]:
+        calls = self._calls
+        yield self._histogram(
+            "paceline:request_seconds", "Wall time of calls.", calls.wall_s, "outcome"
+        )
+        yield self._histogram(
+            "paceline:request_part_seconds", "Time of good calls by part.", calls.part_s, "part"
+        )
+        yield self._counter(
+            "paceline:part_seconds", "Time of all calls by part.", calls.part_total_s,
+            "part", "outcome",
+        )  # fmt: skip
+        yield self._counter("paceline:tokens", "Tokens of calls.", calls.tokens, "kind", "outcome")
+        yield self._counter(
+            "paceline:lost_seconds", "Time that others cost.", calls.blame_s, "cause"
+        )
+
+    def _steps(self, recorder: StepRecorder) -> Iterator[Metric]:
+        counters = recorder.counters
+        num_prompt = counters.tokens[Part.PREFILL]
+        yield self._counter("vllm:prompt_tokens", "Tokens of prompts computed.", {(): num_prompt})
+        yield self._histogram(
+            "vllm:inter_token_latency_seconds", "Gap between two tokens.", {(): counters.gap_s}
+        )
+        yield self._histogram(
+            "vllm:iteration_tokens_total", "Tokens of a step.", {(): counters.num_tokens}
+        )
+        yield self._histogram(
+            "paceline:step_seconds", "Duration of a step.", {(): counters.duration_s}
+        )
+        phases: Labelled[float] = {
+            (name,): ns / 1e9 for name, ns in counters.phase_ns.copy().items()
+        }
+        yield self._counter("paceline:step_phase_seconds", "Time of steps.", phases, "phase")
+        tokens: Labelled[float] = {
+            (kind.label,): counters.tokens[kind]
+            for kind in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE)
+        }
+        yield self._counter("paceline:step_tokens", "Tokens that steps computed.", tokens, "kind")
+        if self.read_bandwidth:
+            yield self._gauge(
+                "paceline:machine_read_bytes_per_second",
+                "Read bandwidth of this machine.",
+                self.read_bandwidth,
+            )
+        if counters.work is not None:
+            read: Labelled[float] = {
+                ("weights",): counters.weight_bytes,
+                ("kv",): counters.kv_bytes,
+            }
+            yield self._counter("paceline:read_bytes", "Bytes that steps read.", read, "kind")
+            yield self._counter("paceline:macs", "Multiply-adds of steps.", {(): counters.macs})
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, help_text: str, values: Labelled[float], *labels: str) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=[*self._names, *labels])
+        for label_values, value in values.items():
+            family.add_metric([*self._values, *label_values], value)
+        return family
+
+    def _histogram(
+        self, name: str, help_text: str, values: Labelled[Histogram], *labels: str
+    ) -> Metric:
+        family = HistogramMetricFamily(name, help_text, labels=[*self._names, *labels])
+        for label_values, histogram in values.items():
+            family.add_metric([*self._values, *label_values], _buckets(histogram), histogram.total)
+        return family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return (upper bound, values up to it); the last bound is +Inf."""
+    bounds: Iterable[str] = (*map(str, histogram.bounds), "+Inf")
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))

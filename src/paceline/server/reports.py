@@ -1,0 +1,111 @@
+"""Reports: remembers the calls that have ended, and answers what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from starlette.responses import Response
+
+from paceline.engine.build import LoadedModel
+from paceline.measure.bandwidth import read_bandwidth
+from paceline.server.calls import Call, CallLog
+from paceline.server.errors import ApiError
+from paceline.server.meters import CallMeters
+from paceline.server.timeline import timeline
+from paceline.server.trace import chrome_trace
+
+if TYPE_CHECKING:
+    from paceline.server.metrics import Metrics
+
+
+class Observer(Protocol):
+    """Somebody who wants to know of every call to a model that has ended."""
+
+    def write(self, call: Call) -> None:
+        """Called on the event loop: it must be quick."""
+
+    def close(self) -> None:
+        """The server ends; no call will follow."""
+
+
+class Reports:
+    """The endpoints that tell of time: /metrics, /v1/trace and the timelines of calls."""
+
+    def __init__(self, loaded: LoadedModel, observers: Iterable[Observer]) -> None:
+        self._loaded = loaded
+        self._calls = CallLog()
+        self._meters = CallMeters()
+        self._metrics: Metrics | None = None
+        self._observers = tuple(observers)
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()
+
+    async def timeline(self, key: str) -> Response:
+        """The ledger of a finished call, by the answer's id or the X-Request-Id."""
+        call = self._calls.find(key)
+        if call is None:
+            raise ApiError(
+                404,
+                f"no call {key!r} among the last {len(self._calls)} finished ones: give the "
+                "answer's id or its x-request-id, once the answer has ended",
+                code="request_not_found",
+            )
+        recorder = self._loaded.recorder
+        body = timeline(call, None if recorder is None else recorder.log)
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def trace(self, last_s: str = "60") -> Response:
+        """Steps and finished calls of the last `last_s` seconds, for Perfetto."""
+        since_ns = time.monotonic_ns() - int(_seconds(last_s) * 1e9)
+        recorder = self._loaded.recorder
+        if recorder is None:
+            raise ApiError(404, "this server runs with --no-ledger: it has no trace")
+        steps = recorder.log.since(since_ns)
+        calls = [call for call in self._calls if call.end_ns > since_ns]
+        # A full log takes tenths of a second to write: not on the streams' thread.
+        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(steps, calls)))
+        return Response(body, media_type="application/json")
+
+    async def metrics(self) -> Response:
+        """Prometheus' text format."""
+        if self._metrics is None:
+            self._metrics = await asyncio.to_thread(self._new_metrics)
+        metrics = self._metrics
+        if not metrics.read_bandwidth and not self._loaded.engine.stats().num_running:
+            metrics.read_bandwidth = await asyncio.to_thread(self._read_bandwidth)
+        return Response(metrics.exposition(), media_type=metrics.content_type)
+
+    def _new_metrics(self) -> Metrics:
+        # Imported when it is asked for: prometheus_client would cost the start 25 ms.
+        from paceline.server.metrics import Metrics
+
+        loaded = self._loaded
+        return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+
+    def _read_bandwidth(self) -> float:
+        config = self._loaded.config
+        assert config.num_threads is not None
+        return read_bandwidth(config.num_threads) if config.backend == "native" else 0.0
+
+    def add(self, call: Call) -> None:
+        """A call has ended: remember it, count it, tell whoever wants to know."""
+        self._calls.add(call)
+        self._meters.observe(call)
+        for observer in self._observers:
+            observer.write(call)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ApiError(400, f"last_s is {text!r}: it must be a number above 0", param="last_s")
+    return seconds

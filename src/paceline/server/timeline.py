@@ -1,0 +1,87 @@
+"""What clients are told about time: a header, and the whole timeline of a finished call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.measure.ledger import Part
+from paceline.measure.steps import StepLog, StepRecord
+from paceline.server.calls import Call
+
+
+def server_timing(call: Call, now_ns: int) -> str:
+    """Return the Server-Timing header: milliseconds by part, of all that has happened so far."""
+    parts = call.parts(now_ns)
+    spent = [f"{part.label};dur={parts[part] / 1e6:.3f}" for part in Part if parts[part]]
+    return ", ".join([*spent, f"total;dur={call.wall_ns(now_ns) / 1e6:.3f}"])
+
+
+def describe(call: Call) -> dict[str, Any]:
+    """Return a finished call in figures, one JSON object."""
+    return {
+        "id": call.id or None,
+        "request_id": call.request_id or None,
+        "began_at": call.began_at,
+        "path": call.path,
+        "stream": call.is_stream,
+        "status": call.status or None,
+        "outcome": call.outcome,
+        "error": call.error,
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": call.completion_tokens,
+        **call.figures(),
+    }
+
+
+def timeline(call: Call, steps: StepLog | None) -> dict[str, Any]:
+    """Return `describe(call)`, its choices, and each of their steps that is still remembered."""
+    records = [] if steps is None else steps.since(call.begin_ns)
+    choices = []
+    for idx, ended in sorted(call.choices.items()):
+        prompt, choice = divmod(idx, call.n)
+        request_id = engine_id(call.id, prompt)
+        taken = [_step(call, r, request_id, choice) for r in _steps_of(records, request_id, choice)]
+        num_steps = 0 if ended.ledger is None else ended.ledger.num_steps
+        choices.append({
+            "index": idx,
+            "finish_reason": ended.finish_reason,
+            "prompt_tokens": ended.usage.prompt_tokens,
+            "completion_tokens": ended.usage.completion_tokens,
+            "tpot_ms": None if ended.timings.tpot_s is None else ended.timings.tpot_s * 1e3,
+            "num_preemptions": ended.timings.num_preemptions,
+            "num_steps": num_steps,
+            "num_steps_forgotten": max(num_steps - len(taken), 0),
+            "steps": taken,
+        })  # fmt: skip
+    return {**describe(call), "choices": choices}
+
+
+def engine_id(answer_id: str, prompt_idx: int) -> str:
+    """Return the id in the engine of one prompt of a call: the answer's, for the first."""
+    return answer_id if prompt_idx == 0 else f"{answer_id}-{prompt_idx}"
+
+
+def _steps_of(records: Iterable[StepRecord], request_id: str, choice: int) -> list[StepRecord]:
+    return [
+        record
+        for record in records
+        if any(c.request_id == request_id and c.choice == choice for c in record.chunks)
+    ]
+
+
+def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[str, Any]:
+    own = next(c for c in record.chunks if (c.request_id, c.choice) == (request_id, choice))
+    in_step = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
+    for chunk in record.chunks:
+        in_step[Part.RECOMPUTE] += chunk.num_again
+        in_step[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+    return {
+        "step": record.number,
+        "begin_ms": (record.start_ns - call.begin_ns) / 1e6,
+        "end_ms": (record.end_ns - call.begin_ns) / 1e6,
+        "kind": own.kind.label,
+        "num_tokens": own.num_tokens,
+        "step_tokens": {kind.label: count for kind, count in in_step.items() if count},
+        "num_seqs": len(record.chunks),
+    }

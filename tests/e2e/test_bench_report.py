@@ -1,0 +1,42 @@
+"""The HTML report in a real browser, where one is installed."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.e2e.test_bench import GOOD, HANGING, bench
+from tests.fake_server import FakeServer
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no browser is here: apt-get install chromium")
+    return found
+
+
+def test_the_report_draws_every_plot_and_logs_no_error(tmp_path, browser):
+    path = tmp_path / "report.html"
+    with FakeServer(lambda number, body: HANGING if number == 3 else GOOD) as server:
+        bench("--target", server.url, "--sweep", "4,8", "--duration", "2s", "--timeout", "1s",
+              "--slo", "ttft=1s", "--drain", "2s", "--html", str(path))  # fmt: skip
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom",
+        path.as_uri(),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    page = result.stdout
+    assert "CONSOLE" not in result.stderr, result.stderr
+    # Four against the rate, four curves, and two over time for each of two stages.
+    assert page.count("<canvas") == 4 + 4 + 2 * 2
+    for part in (
+        "Goodput against rate",
+        "Slowest requests",
+        "within objective",
+        "no end within 1 s",
+    ):
+        assert part in page
+    assert page.count('class="part"') >= 2 * 12

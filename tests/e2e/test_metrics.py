@@ -1,0 +1,214 @@
+"""What the server says of itself agrees with what its clients saw."""
+
+import json
+import random
+import socket
+import statistics
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.live import LiveServer, ServeProcess, script_model, wait_until
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    return script_model(tmp_path_factory.mktemp("metrics"), max_context=4096)
+
+
+def scrape(server):
+    """{(name, values of the labels beyond model and engine, by name): value}, buckets left out."""
+    response = server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    values = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            if not sample.name.endswith("_bucket"):
+                values[sample.name, tuple(labels[k] for k in sorted(labels))] = sample.value
+    return values
+
+
+# ---- the books balance ----
+
+
+class Books:
+    """What the clients of a chaotic load counted."""
+
+    def __init__(self) -> None:
+        self.calls = Counter()  # by outcome
+        self.tokens = Counter()  # of answered calls
+        self.reasons = Counter()  # of answered calls' choices
+        self.num_gaps = 0  # choices of more than one token
+
+    def answered(self, choices, usage):
+        self.calls["ok"] += 1
+        self.tokens["prompt"] += usage["prompt_tokens"]
+        self.tokens["completion"] += usage["completion_tokens"]
+        self.reasons.update(choice["finish_reason"] for choice in choices)
+
+
+def post_and_leave(server, body, wait_s):
+    content = json.dumps({"model": server.name, **body}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content)
+        + content
+    )
+    time.sleep(wait_s)
+    connection.close()
+
+
+def one_call(server, books, seed):
+    rng = random.Random(seed)
+    kind = rng.choice(("whole", "whole", "stream", "stream", "refused", "left"))
+    n = rng.choice((1, 1, 2))
+    body = {"prompt": "0" * rng.randrange(1, 120), "max_tokens": rng.randrange(1, 30),
+            "temperature": 0, "n": n}  # fmt: skip
+    if kind == "whole":
+        answer = server.complete(**body)
+        books.answered(answer["choices"], answer["usage"])
+    elif kind == "stream":
+        events = server.stream("/v1/completions", stream_options={"include_usage": True}, **body)
+        *chunks, usage, done = events
+        assert done == "[DONE]"
+        ended = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+        assert len(ended) == n
+        books.answered(ended, usage["usage"])
+    elif kind == "refused":
+        bad = rng.choice(({"bogus": 1}, {"temperature": -1}, {"model": "other"}, {"prompt": ""}))
+        status = server.client.post(
+            "/v1/completions", json={"model": server.name, **body, **bad}
+        ).status_code
+        assert status in (400, 404)
+        books.calls["refused"] += 1
+    else:
+        post_and_leave(server, {**body, "max_tokens": 3000}, rng.random() * 0.05)
+        books.calls["aborted"] += 1
+
+
+def test_the_books_balance_after_a_chaotic_load(script):
+    books = Books()
+    with LiveServer(script, num_threads=1, max_num_seqs=8, kv_memory_bytes=2**18) as server:
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda seed: one_call(server, books, seed), range(160)))
+        server.drain()
+        num_calls = sum(books.calls.values())
+        wait_until(lambda: len(server.calls) == num_calls)
+        values, stats = scrape(server), server.stats()
+        calls = list(server.calls)
+
+    for outcome in ("ok", "refused", "aborted", "failed"):
+        assert values["paceline:request_seconds_count", (outcome,)] == books.calls[outcome]
+        parts = sum(
+            value for (name, labels), value in values.items()
+            if name == "paceline:part_seconds_total" and labels[0] == outcome
+        )  # fmt: skip
+        assert parts == pytest.approx(values["paceline:request_seconds_sum", (outcome,)])
+    for kind in ("prompt", "completion"):
+        assert values["paceline:tokens_total", (kind, "ok")] == books.tokens[kind]
+    for reason in ("stop", "length"):
+        assert values["vllm:request_success_total", (reason,)] == books.reasons[reason]
+    assert values["vllm:e2e_request_latency_seconds_count", ()] == books.calls["ok"]
+    assert values["vllm:time_to_first_token_seconds_count", ()] == books.calls["ok"]
+
+    residuals = sorted(
+        1 - sum(call.parts()) / call.wall_ns() for call in calls if call.outcome == "ok"
+    )
+    assert 0 <= residuals[len(residuals) * 99 // 100] < 0.02
+
+    # Every token that the engine made belongs to a call; every token but a first has a gap.
+    made = sum(values["paceline:tokens_total", ("completion", o)] for o in ("ok", "aborted"))
+    assert values["vllm:generation_tokens_total", ()] == made == stats.num_generated_tokens
+    begun = [e for call in calls for e in call.choices.values() if e.usage.completion_tokens]
+    assert values["vllm:inter_token_latency_seconds_count", ()] == made - len(begun)
+    assert values["vllm:num_preemptions_total", ()] == stats.num_preemptions > 0
+    assert values["paceline:step_seconds_count", ()] == stats.num_steps
+    tokens = [
+        values["paceline:step_tokens_total", (k,)] for k in ("prefill", "recompute", "decode")
+    ]
+    assert sum(tokens) == values["vllm:iteration_tokens_total_sum", ()]
+    assert tokens[0] >= books.tokens["prompt"]
+    assert values["vllm:num_requests_running", ()] == values["vllm:num_requests_waiting", ()] == 0
+
+
+def test_one_token_answers_have_a_ttft_and_no_tpot(script):
+    with LiveServer(script, num_threads=1, kv_memory_bytes=2**24) as server:
+        for stream in (True, False):
+            server.post("/v1/completions", prompt="a", max_tokens=1, stream=stream)
+        values = scrape(server)
+        assert values["vllm:time_to_first_token_seconds_count", ()] == 2
+        assert values["vllm:request_time_per_output_token_seconds_count", ()] == 0
+        assert values["vllm:inter_token_latency_seconds_count", ()] == 0
+
+
+def test_ttft_does_not_stop_at_the_role_chunk(script):
+    """The first chunk of a chat says who speaks, at once; the first content needs a step."""
+    with LiveServer(script, num_threads=1, kv_memory_bytes=2**24) as server:
+        forward = server.engine._backend.forward
+
+        def slow(step):
+            time.sleep(0.05)
+            return forward(step)
+
+        server.engine._backend.forward = slow
+        server.stream("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
+        assert scrape(server)["vllm:time_to_first_token_seconds_sum", ()] > 0.05
+
+
+# ---- clients and server agree ----
+
+
+def watch(server, prompt, max_tokens):
+    """Stream one answer; return its TTFT and the gaps between its contents, in ms, and its id."""
+    body = {"model": server.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+            "stream": True, "ignore_eos": True}  # fmt: skip
+    content = json.dumps(body).encode()
+    stamps, data, answer_id = [], b"", ""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        begin = time.monotonic()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(content) + content
+        )
+        while received := connection.recv(1 << 16):
+            now = time.monotonic()
+            data += received
+            *lines, data = data.split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    answer_id = chunk["id"]
+                    if any(choice["text"] for choice in chunk["choices"]):
+                        stamps.append(now)
+    gaps = [(b - a) * 1e3 for a, b in pairwise(stamps)]
+    return (stamps[0] - begin) * 1e3, gaps, answer_id
+
+
+def close_to(seen_ms, told_ms):
+    """2 ms or 5 %, whichever is more."""
+    return abs(seen_ms - told_ms) <= max(2.0, 0.05 * seen_ms)
+
+
+@pytest.mark.real
+def test_client_and_server_agree_on_ttft_and_itl(real_model):
+    with ServeProcess(real_model("smollm2-135m"), "--kv-memory", "256M") as server:
+        watch(server, "warm up", 4)
+        before = scrape(server)
+        ttfts, gaps = [], []
+        for number in range(5):
+            seen_ms, seen_gaps, answer_id = watch(server, f"{number} " + "a word " * 60, 24)
+            told = server.client.get(f"/v1/requests/{answer_id}/timeline").json()
+            ttfts.append((seen_ms, told["ttft_ms"]))
+            gaps += seen_gaps
+        after = scrape(server)
+    assert sum(close_to(seen, told) for seen, told in ttfts) >= 4, ttfts
+    name = "vllm:inter_token_latency_seconds"
+    told_ms = 1e3 * (after[f"{name}_sum", ()] - before[f"{name}_sum", ()]) / (
+        after[f"{name}_count", ()] - before[f"{name}_count", ()]
+    )  # fmt: skip
+    assert close_to(statistics.fmean(gaps), told_ms), (statistics.fmean(gaps), told_ms)

@@ -1,0 +1,196 @@
+"""What the bench reads from a wire: events cut anywhere, and every dialect's figures."""
+
+import itertools
+import math
+
+import pytest
+
+from paceline.bench.answer import Answer
+from paceline.bench.conversation import Turn
+from paceline.bench.exchange import Exchange
+from paceline.bench.sse import EventReader
+from tests.fake_server import DONE, EMPTY, FINISH, ROLE, delta, event, usage
+
+
+def payloads(*packets: bytes) -> list[bytes]:
+    reader = EventReader()
+    return [*itertools.chain.from_iterable(map(reader.feed, packets)), *reader.finish()]
+
+
+def test_events_are_the_same_wherever_packets_end():
+    stream = b': x\r\ndata: {"a":1}\r\n\r\nevent: x\ndata:{"b":\r\ndata: 2}\r\n\r\ndata: [DONE]\n\n'
+    expected = [b'{"a":1}', b'{"b":\n2}', b"[DONE]"]
+    for size in range(1, len(stream) + 1):
+        packets = [stream[i : i + size] for i in range(0, len(stream), size)]
+        assert payloads(*packets) == expected
+
+
+def test_a_unicode_line_separator_is_text():
+    assert payloads("data: a\u2028b\x85c\n\n".encode()) == ["a\u2028b\x85c".encode()]
+
+
+def test_an_event_without_its_blank_line_is_read_at_the_end():
+    assert payloads(b"data: a\n\ndata: b") == [b"a", b"b"]
+
+
+def test_llama_cpps_error_field_is_an_event():
+    assert payloads(b'error: {"message":"no slot"}\n\n') == [b'{"error": {"message":"no slot"}}']
+
+
+def answered(*events: tuple[float, bytes], status: int = 200, keeps_text: bool = True) -> Answer:
+    answer = Answer(keeps_text=keeps_text)
+    answer.on_head(status, {"content-type": "text/event-stream"}, 0.0)
+    for now, data in events:
+        answer.on_body(data, now)
+    answer.finish(9.0)
+    return answer
+
+
+def exchange(answer: Answer, **settings) -> Exchange:
+    turn = Turn(messages=(), max_tokens=1, **settings)
+    made = Exchange(idx=0, kind="x", turn_idx=0, turn=turn, answer=answer, scheduled_at=0.0)
+    made.sent_at = 0.0
+    made.close(9.0)
+    return made
+
+
+def test_role_and_empty_chunks_start_no_clock():
+    made = exchange(answered((0.1, ROLE), (0.2, EMPTY), (0.5, delta(content="a")), (0.5, DONE)))
+    assert made.ttft_s == 0.5
+    assert made.outcome == "ok"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_is_text(name):
+    answer = answered((0.3, delta(**{name: "hm"})), (0.7, delta(content="a")), (0.7, FINISH))
+    assert list(answer.arrivals) == [0.3, 0.7]
+    assert answer.text == "hma"
+
+
+def test_texts_of_one_packet_are_one_arrival_and_no_gap():
+    two = delta(content="a") + delta(content="b")
+    made = exchange(answered((0.5, two), (0.6, two), (0.6, usage(3, 4) + DONE)))
+    assert list(made.gaps()) == pytest.approx([0.1])
+    assert made.answer.num_text_events == 4
+    assert made.tpot_s(4) == pytest.approx(0.1 / 3)
+
+
+def test_one_token_has_no_time_per_token_and_none_has_no_ttft():
+    one = exchange(answered((0.5, delta(content="a")), (0.5, usage(3, 1) + DONE)))
+    none = exchange(answered((0.5, FINISH), (0.5, usage(3, 0) + DONE)))
+    assert math.isnan(one.tpot_s(1))
+    assert math.isnan(none.ttft_s)
+    assert none.outcome == "ok"
+    assert none.output_tokens(None) == (0, "usage")
+
+
+def test_output_tokens_come_from_usage_then_the_tokenizer_then_the_events():
+    chunks = [(0.1, delta(content="one two")), (0.2, delta(content=" three")), (0.3, DONE)]
+    without = exchange(answered(*chunks))
+    assert without.output_tokens(None) == (2, "events")
+    assert without.output_tokens(lambda text: len(text.split())) == (3, "tokenizer")
+    assert exchange(answered((0.3, usage(9, 5)), *chunks)).output_tokens(None) == (5, "usage")
+
+
+def test_a_stream_that_just_ends_is_broken_and_an_error_in_it_is_an_error():
+    cut = exchange(answered((0.1, delta(content="a"))))
+    failed = exchange(answered((0.1, delta(content="a")), (0.2, event(error={"message": "oom"}))))
+    assert cut.outcome == "broken"
+    assert (failed.outcome, failed.error) == ("error", "oom")
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(429, "refused"), (503, "refused"), (400, "error"), (500, "error")]
+)
+def test_statuses_are_refusals_or_errors(status, outcome):
+    answer = Answer(keeps_text=False)
+    answer.on_head(status, {"content-type": "application/json", "retry-after": "3"}, 0.1)
+    answer.on_body(b'{"error":{"message":"no"}}', 0.1)
+    made = exchange(answer)
+    assert made.outcome == outcome
+    assert made.retry_after_s == 3.0
+    assert "no" in made.error
+
+
+def test_events_that_are_no_json_are_counted_and_lose_nothing_else():
+    answer = answered((0.1, b"data: {oops\n\n"), (0.2, delta(content="a")), (0.3, DONE))
+    assert answer.num_unread == 1
+    assert list(answer.arrivals) == [0.2]
+
+
+def test_a_server_that_ignores_stream_gives_a_whole_answer():
+    answer = Answer(keeps_text=True)
+    answer.on_head(200, {"content-type": "application/json"}, 0.1)
+    answer.on_body(b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}],', 0.1)
+    answer.on_body(b'"usage":{"prompt_tokens":3,"completion_tokens":2}}', 0.2)
+    made = exchange(answer)
+    assert (made.outcome, answer.text, answer.output_tokens) == ("ok", "hi", 2)
+
+
+def test_phases_are_read_from_each_dialect():
+    answer = Answer(keeps_text=False)
+    header = 'queue;dur=12.5, prefill;desc="own";dur=80'
+    answer.on_head(200, {"content-type": "text/event-stream", "server-timing": header}, 0.0)
+    answer.on_body(event(choices=[], timings={"prompt_ms": 30.5, "prompt_n": 7}), 0.1)
+    assert answer.phases == pytest.approx({"queue": 0.0125, "prefill": 0.08, "prompt": 0.0305})
+    ledger = {
+        "wall_ms": 300, "tpot_ms": None, "parts_ms": {"decode": 200, "queue_kv": 1},
+        "blame": {"preemption_ms": 4, "num_preemptions": 1, "prefill_of": [{"ms": 3}]},
+    }  # fmt: skip
+    answer.on_body(event(choices=[], usage={"completion_tokens": 1, "paceline": ledger}), 0.1)
+    assert answer.phases == pytest.approx(
+        {"wall": 0.3, "decode": 0.2, "queue_kv": 0.001, "blame.preemption": 0.004}
+    )
+
+
+def test_completions_and_cached_tokens_are_read():
+    chunk = event(choices=[{"index": 0, "text": "a", "finish_reason": None}])
+    end = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 1,
+                                   "prompt_tokens_details": {"cached_tokens": 8}})  # fmt: skip
+    answer = answered((0.1, chunk), (0.2, end + DONE))
+    assert (answer.text, answer.cached_tokens) == ("a", 8)
+
+
+def test_a_call_and_json_are_judged_by_what_they_hold():
+    call = {"index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    good = exchange(answered((0.1, delta(tool_calls=[call])), (0.2, FINISH)), expects="tool_call")
+    plain = exchange(answered((0.1, delta(content="{}")), (0.2, FINISH)), expects="tool_call")
+    json = exchange(answered((0.1, delta(content='{"a": ')), (0.2, FINISH)), expects="json")
+    assert [good.is_valid(), plain.is_valid(), json.is_valid()] == [True, False, False]
+
+
+VLLM = [
+    (0.1, event(id="c", object="chat.completion.chunk", choices=[
+        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+         "finish_reason": None}], prompt_token_ids=None)),
+    (0.4, event(choices=[{"index": 0, "delta": {"reasoning_content": "So"}, "logprobs": None,
+                          "finish_reason": None, "token_ids": None}])),
+    (0.5, event(choices=[{"index": 0, "delta": {"content": "Hi"}, "finish_reason": None}],
+                usage={"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2})),
+    (0.6, event(choices=[{"index": 0, "delta": {"content": ""}, "finish_reason": "length",
+                          "stop_reason": None}])),
+    (0.6, event(choices=[], usage={"prompt_tokens": 5, "total_tokens": 8, "completion_tokens": 3,
+                                   "prompt_tokens_details": None}) + DONE),
+]  # fmt: skip
+LLAMA_SERVER = [
+    (0.1, event(choices=[{"finish_reason": None, "index": 0,
+                          "delta": {"role": "assistant", "content": None}}], created=1)),
+    (0.4, event(choices=[{"finish_reason": None, "index": 0, "delta": {"content": "So"}}])),
+    (0.5, event(choices=[{"finish_reason": None, "index": 0, "delta": {"content": "Hi"}}])),
+    (0.6, event(choices=[{"finish_reason": "length", "index": 0, "delta": {}}])),
+    (0.6, event(choices=[], usage={"completion_tokens": 3, "prompt_tokens": 5, "total_tokens": 8},
+                timings={"prompt_n": 5, "prompt_ms": 250.0, "predicted_n": 3,
+                         "predicted_ms": 90.0, "predicted_per_second": 33.3}) + DONE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "phases"), [(VLLM, {}), (LLAMA_SERVER, {"prompt": 0.25, "predicted": 0.09})]
+)
+def test_streams_as_vllm_and_as_llama_server_write_them_give_the_same_figures(events, phases):
+    made = exchange(answered(*events))
+    assert (made.outcome, made.ttft_s, made.answer.finish_reason) == ("ok", 0.4, "length")
+    assert list(made.gaps()) == pytest.approx([0.1])
+    assert (made.answer.input_tokens, *made.output_tokens(None)) == (5, 3, "usage")
+    assert made.answer.phases == pytest.approx(phases)
+    assert made.answer.num_unread == 0
