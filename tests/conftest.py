@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from paceline.errors import PacelineError
 from paceline.measure.quality import sequence_logits
 from paceline.models.base import build_plan
 from paceline.weights.checkpoint import Checkpoint
+
+# A shell's background job (`pytest &` in a script) is started with Ctrl-C ignored, and so would be
+# all commands that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
