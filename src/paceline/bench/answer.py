@@ -34,7 +34,8 @@ class Answer:
     __slots__ = (
         "_body", "_reader", "arrivals", "cached_tokens", "connected_at", "error", "finish_reason",
         "first_byte_at", "headers", "input_tokens", "is_done", "is_tool_call", "keeps_text",
-        "num_choices", "num_text_events", "num_unread", "output_tokens", "phases", "status", "texts",
+        "num_choices", "num_text_events", "num_unread", "output_tokens", "phases", "status",
+        "texts",
     )  # fmt: skip
 
     def __init__(self, *, keeps_text: bool) -> None:

@@ -16,6 +16,7 @@ from paceline.cli.bench_values import (
     read_headers,
     read_limits,
     read_loads,
+    read_price,
     read_share,
     server_settings,
 )
@@ -255,12 +256,11 @@ def bench(
     """
     if ctx.invoked_subcommand is not None:
         return
-    from paceline.bench.objective import parse_objectives
+    from paceline.bench.objective import check_classes, parse_objectives
     from paceline.bench.program import Program
     from paceline.bench.prose import token_counter
     from paceline.bench.servers import running
     from paceline.bench.stage import Plan
-    from paceline.bench.summary import Price
     from paceline.bench.target import parse_target
     from paceline.bench.workloads import build_workload
 
@@ -278,8 +278,9 @@ def bench(
         ),
         seed=str(seed),
         count_tokens=count_tokens,
-        price=Price(per_hour=price, watts=watts),
+        price=read_price(price, watts),
     )
+    check_classes(plan.objectives, built.kinds)
     if find_rate and not plan.objectives:
         raise ParameterError("--find-rate needs an objective: give --slo ttft=500ms,tpot=50ms")
     program = Program(

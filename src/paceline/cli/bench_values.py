@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from paceline.bench.arrivals import Arrivals, Closed
     from paceline.bench.load import Limits
     from paceline.bench.servers import Settings
+    from paceline.bench.summary import Price
     from paceline.bench.target import Endpoint
+
+_MAX_WARMUP = 1_000_000
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
@@ -111,7 +115,7 @@ def read_limits(
     is_search: bool,
 ) -> Limits:
     from paceline.bench.load import Limits
-    from paceline.bench.units import parse_duration
+    from paceline.bench.units import parse_duration, parse_span
 
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
@@ -120,13 +124,16 @@ def read_limits(
     if duration is None and requests is None and not arrival.startswith("replay"):
         duration = "30s"
     is_count = warmup.isdecimal()
+    num_warmup = int(warmup) if is_count and len(warmup) < 10 else 0
+    if is_count and (len(warmup) >= 10 or num_warmup > _MAX_WARMUP):
+        raise ParameterError(f"--warmup is {warmup}: it must be at most {_MAX_WARMUP} requests")
     return Limits(
         num_requests=requests,
-        duration_s=None if duration is None else parse_duration(duration),
-        warmup_s=0.0 if is_count else parse_duration(warmup),
-        warmup_requests=int(warmup) if is_count else 0,
-        drain_s=parse_duration(drain),
-        timeout_s=parse_duration(timeout),
+        duration_s=None if duration is None else parse_span(duration, "--duration"),
+        warmup_s=0.0 if is_count else parse_duration(warmup, "--warmup"),
+        warmup_requests=num_warmup,
+        drain_s=parse_duration(drain, "--drain"),
+        timeout_s=parse_span(timeout, "--timeout"),
     )
 
 
@@ -147,6 +154,15 @@ def read_headers(
                 raise ParameterError(f"--api-key {api_key}: {error.strerror}") from None
         found["Authorization"] = f"Bearer {api_key}"
     return found
+
+
+def read_price(per_hour: float | None, watts: float | None) -> Price:
+    from paceline.bench.summary import Price
+
+    for name, value in (("--price", per_hour), ("--watts", watts)):
+        if value is not None and not math.isfinite(value):
+            raise ParameterError(f"{name} is {value}: it must be a number of at least 0")
+    return Price(per_hour=per_hour, watts=watts)
 
 
 def read_fields(body: str | None) -> dict[str, Any]:
