@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from paceline.cli.bench_values import read_limits, read_price
+from paceline.bench.http import Origin
+from paceline.bench.target import parse_target
+from paceline.cli.bench_values import read_headers, read_limits, read_price, server_settings
 from paceline.errors import ParameterError
 
 
@@ -31,3 +33,42 @@ def test_a_price_that_is_no_number_is_refused_by_name(value):
         read_price(value, None)
     with pytest.raises(ParameterError, match="--watts is"):
         read_price(1.0, value)
+
+
+@pytest.mark.parametrize(
+    ("headers", "what"),
+    [
+        (["X-A: \u20ac"], "--header X-A holds '\u20ac'"),
+        (["X-A: a\r\nX-B: b"], "--header X-A holds the control"),
+        (["X-A: a\x00"], "--header X-A holds the control"),
+        (["X \u20ac: a"], "--header is "),
+        (["X-A"], "--header is "),
+    ],
+)
+def test_a_header_that_http_cannot_carry_is_refused_by_name(headers, what):
+    with pytest.raises(ParameterError, match=what):
+        read_headers(None, headers)
+
+
+def test_a_key_that_cannot_be_sent_or_read_is_refused_and_not_shown(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(b"\xff\xfe")
+    for key, what in (("s\u20ac", "holds"), (f"@{path}", "no UTF-8"), (f"@{path}2", "No such")):
+        with pytest.raises(ParameterError, match=f"--api-key.* {what}") as found:
+            read_headers(key, [])
+        assert "s\u20ac" not in str(found.value)
+    assert read_headers("s\u00e9", []) == {"Authorization": "Bearer s\u00e9"}
+
+
+def test_addresses_that_are_none_are_refused():
+    with pytest.raises(ParameterError, match="--target is 'http://\\[::1'"):
+        parse_target("http://[::1")
+    for url in ("http://[::1", f"http://{'a' * 99}.b", "localhost/\u00fc", "localhost?a=1",
+                "http://me:secret@localhost"):  # fmt: skip
+        with pytest.raises(ParameterError):
+            Origin.parse(url)
+
+
+def test_options_of_serve_with_an_open_quote_are_refused_by_name():
+    with pytest.raises(ParameterError, match=r"--serve-with is .*No closing quotation"):
+        server_settings("x", "--host 'a", (), None, 8, 8192)

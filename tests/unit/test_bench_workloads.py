@@ -230,9 +230,7 @@ def test_a_workload_names_the_classes_of_its_requests(specs, name):
 def test_an_objective_for_a_class_that_the_workload_lacks_is_refused():
     kinds = build_workload("mixed").kinds
     check_classes(parse_objectives(["ttft=1s", "long:e2e=20s"]), kinds)
-    with pytest.raises(
-        ParameterError, match=r"'lang', which.*chat, long"
-    ):
+    with pytest.raises(ParameterError, match=r"'lang', which.*chat, long"):
         check_classes(parse_objectives(["lang:e2e=20s"]), kinds)
 
 

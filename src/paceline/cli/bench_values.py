@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.bench.summary import Price
     from paceline.bench.target import Endpoint
 
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_LAST_LATIN_1 = 0xFF
 _MAX_WARMUP = 1_000_000
 
 
@@ -58,12 +61,18 @@ def server_settings(
 
     if model is None:
         raise ParameterError("--peer needs a model: give --serve MODEL or --peer-model MODEL")
+    try:
+        arguments = shlex.split(serve_arguments)
+    except ValueError as error:
+        raise ParameterError(
+            f"--serve-with is {serve_arguments!r}, which is no command line: {error}"
+        ) from None
     return Settings(
         model=find_model(model).resolve(),
         num_threads=resolve_num_threads(threads)[0],
         slots=slots,
         context=context,
-        serve_arguments=shlex.split(serve_arguments),
+        serve_arguments=arguments,
         pythons=parse_pythons(pythons),
     )
 
@@ -143,17 +152,31 @@ def read_headers(
     found = {"X-Paceline-Timings": "true"} if server_timings else {}
     for text in headers:
         name, colon, value = text.partition(":")
-        if not colon or not name.strip() or "\n" in text or "\r" in text:
+        if not colon or _HEADER_NAME.fullmatch(name.strip()) is None:
             raise ParameterError(f"--header is {text!r}: write 'Name: value'")
-        found[name.strip()] = value.strip()
+        found[name.strip()] = _header_value(value.strip(), f"--header {name.strip()}")
     if api_key is not None:
         if api_key.startswith("@"):
             try:
                 api_key = Path(api_key[1:]).read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise ParameterError(f"--api-key {api_key}: {error.strerror}") from None
-        found["Authorization"] = f"Bearer {api_key}"
+            except UnicodeDecodeError:
+                raise ParameterError(f"--api-key {api_key}: the file is no UTF-8 text") from None
+            except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+                reason = getattr(error, "strerror", None) or error
+                raise ParameterError(f"--api-key {api_key}: {reason}") from None
+        found["Authorization"] = f"Bearer {_header_value(api_key, '--api-key')}"
     return found
+
+
+def _header_value(value: str, what: str) -> str:
+    """Return a value that HTTP can carry. Raises ParameterError, without the value: it may be
+    secret."""
+    for char in value:
+        if not char.isprintable() and char != "\t":
+            raise ParameterError(f"{what} holds the control character {char!r}: leave it out")
+        if ord(char) > _LAST_LATIN_1:
+            raise ParameterError(f"{what} holds {char!r}: a header has Latin-1 characters alone")
+    return value
 
 
 def read_price(per_hour: float | None, watts: float | None) -> Price:
