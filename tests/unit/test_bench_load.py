@@ -1,10 +1,12 @@
 """A load's window: it ends with what comes first."""
 
 import asyncio
+import io
 import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from paceline.bench.arrivals import Closed, build_arrivals
 from paceline.bench.http import Origin
@@ -13,14 +15,17 @@ from paceline.bench.objective import Objectives
 from paceline.bench.recorder import Window
 from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
+from paceline.bench.terminal import print_report
 from paceline.bench.workloads import build_workload
-from tests.fake_server import FakeServer, steady
+from tests.fake_server import FakeServer, Script, steady
+
+GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
 
-def summary(arrivals, limits: Limits) -> dict[str, Any]:
+def summary(arrivals, limits: Limits, script: Script = GOOD) -> dict[str, Any]:
     plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
                 limits=limits)  # fmt: skip
-    with FakeServer(lambda number, body: steady(ttft_ms=10, gap_ms=1, tokens=2)) as server:
+    with FakeServer(lambda number, body: script) as server:
         target = Target(name="a", origin=Origin.parse(server.url), model="fake")
         return asyncio.run(Session().run(plan, target, arrivals)).summary
 
@@ -48,3 +53,12 @@ def test_the_window_ends_with_the_duration_where_that_comes_first():
 
 def test_a_run_that_ends_in_its_warm_up_has_no_duration():
     assert Window(start=10.0, end=4.0).duration_s == 0
+
+
+def test_a_servers_error_is_text_and_no_markup_in_the_report():
+    failing = Script(((0, b'{"error":{"message":"[/red] [bold]no"}}'),), status=500)
+    stage = summary(Closed(1), Limits(num_requests=1), failing)
+    console = Console(file=io.StringIO(), width=200)
+    for stages in ([stage], [stage, stage]):
+        print_report({"stages": stages, "interrupted": False}, console)
+    assert console.file.getvalue().count("1 x error: HTTP 500: [/red] [bold]no") == 3

@@ -243,3 +243,16 @@ def test_streams_as_vllm_and_as_llama_server_write_them_give_the_same_figures(ev
     assert (made.answer.input_tokens, *made.output_tokens(None)) == (5, 3, "usage")
     assert made.answer.phases == pytest.approx(phases)
     assert made.answer.num_unread == 0
+
+
+def test_what_a_server_says_cannot_steer_the_terminal():
+    words = "a\x1b[31m\x9bb\r\n"
+    failed = exchange(answered((0.1, event(error={"message": words}))))
+    refused = Answer(keeps_text=False)
+    refused.on_head(500, {}, 0.1)
+    refused.on_body(words.encode(), 0.1)
+    for error in (failed.error, exchange(refused).error):
+        assert "a\\x1b[31m\\x9bb\\r\\n" in error
+        assert error.isprintable()
+    timings = {"\x1b[2J_ms": 5, "good_ms": 5}
+    assert answered((0.1, event(choices=[], timings=timings))).phases == {"good": 0.005}

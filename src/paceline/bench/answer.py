@@ -12,6 +12,7 @@ from paceline.bench.sse import EventReader
 
 _decode = msgspec.json.decode
 _SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=(\d+(?:\.\d+)?)")
+_PHASE = re.compile(r"[\w.-]{1,60}")
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _MAX_ERROR_CHARS = 300
 _MAX_SHOWN_CHARS = 60
@@ -102,8 +103,8 @@ class Answer:
         """A response that is no stream: an error, or a server that ignores `stream`."""
         content = _read(body)
         if self.status != 200 or not isinstance(content, dict) or "error" in content:
-            shown = body.decode("utf-8", "replace")
-            self.error = error_text(content) or shown[:_MAX_ERROR_CHARS] or "no answer: no body"
+            shown = printable(body[:_MAX_ERROR_CHARS].decode("utf-8", "replace"))
+            self.error = error_text(content) or shown or "no answer: no body"
             return
         self._on_object(content, now)
         self.is_done = True
@@ -142,7 +143,7 @@ class Answer:
             if self.keeps_text:
                 self.texts.append(text)
         if reason := choice.get("finish_reason"):
-            self.finish_reason = str(reason)[:_MAX_ERROR_CHARS]
+            self.finish_reason = printable(str(reason)[:_MAX_ERROR_CHARS])
 
     def _delta_text(self, delta: dict[str, Any]) -> str:
         text = as_text(delta.get("content"))
@@ -177,7 +178,7 @@ class Answer:
                 self._take_phases(value, "" if label == "parts" else f"{prefix}{label}.", own)
             elif own and isinstance(value, int | float) and not isinstance(value, bool):
                 seconds = value * _UNITS[own]
-                if 0 <= seconds <= _MAX_SECONDS:
+                if 0 <= seconds <= _MAX_SECONDS and _PHASE.fullmatch(label):
                     self.phases[prefix + label] = seconds
 
 
@@ -239,4 +240,9 @@ def error_text(body: Any) -> str | None:
     error = body.get("error", body) if isinstance(body, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or str(error)
-    return None if error is None else str(error)[:_MAX_ERROR_CHARS]
+    return None if error is None else printable(str(error)[:_MAX_ERROR_CHARS])
+
+
+def printable(text: str) -> str:
+    """Return text with its control characters escaped: a server shall not steer our terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
