@@ -7,6 +7,7 @@ import pytest
 from paceline.bench.http import Origin
 from paceline.bench.target import parse_target
 from paceline.cli.bench_values import read_headers, read_limits, read_price, server_settings
+from paceline.cli.trace import base_address
 from paceline.errors import ParameterError
 
 
@@ -72,3 +73,11 @@ def test_addresses_that_are_none_are_refused():
 def test_options_of_serve_with_an_open_quote_are_refused_by_name():
     with pytest.raises(ParameterError, match=r"--serve-with is .*No closing quotation"):
         server_settings("x", "--host 'a", (), None, 8, 8192)
+
+
+def test_trace_takes_the_addresses_that_bench_takes():
+    for text in ("localhost:8731", "http://localhost:8731/", "localhost:8731/v1"):
+        assert base_address(text) == "http://localhost:8731"
+    for text in ("", "ftp://a", "http://[::1", "a:99999"):
+        with pytest.raises(ParameterError, match="is no address"):
+            base_address(text)
