@@ -26,10 +26,10 @@ from tests.fake_server import (
 TOLERANCE_MS = 20.0
 
 
-def bench(*arguments: str, **settings) -> dict:
+def bench(*arguments: str, code: int = 0, **settings) -> dict:
     command = [*PACELINE, "bench", *arguments, "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=90, **settings)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == code, result.stderr
     return json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
 
 
@@ -314,6 +314,26 @@ def test_the_terminal_report_names_what_matters(tmp_path):
     for part in ("TTFT", "TPOT", "ITL", "E2E", "p99", "HTTP 500: planned", "5 of 6 = 83.3 %",
                  "cost per million", "wh per million", "output tok/s"):  # fmt: skip
         assert part in result.stdout
+
+
+def test_a_report_comes_even_where_its_files_cannot_be_written():
+    with FakeServer(lambda number, body: GOOD) as server:
+        command = [*PACELINE, "bench", "--target", server.url, "--requests", "2",
+                   "--log", "/dev/full"]  # fmt: skip
+        log = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        command[-2] = "--html"
+        html = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    for result, name in ((log, "--log"), (html, "--html")):
+        assert result.returncode == 1
+        assert "2 ok" in result.stdout
+        assert result.stderr.startswith(f"paceline: {name} /dev/full")
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_run_without_one_answer_is_reported_and_fails():
+    with FakeServer(lambda number, body: FAILING) as server:
+        document = bench("--target", server.url, "--requests", "2", code=1)
+    assert document["stages"][0]["requests"]["error"] == 2
 
 
 @pytest.mark.parametrize(

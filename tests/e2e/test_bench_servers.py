@@ -110,7 +110,7 @@ def test_an_adapter_drops_those_that_leave_and_refuses_what_does_not_fit(countin
         time.sleep(0.01)
     assert engine.running == {}
     refused = bench("--target", url, "--workload", "synthetic:input=5,output=101",
-                    "--requests", "1")  # fmt: skip
+                    "--requests", "1", code=1)  # fmt: skip
     assert "exceed 100" in refused["stages"][0]["errors"][0]["what"]
 
 

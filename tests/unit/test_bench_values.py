@@ -1,12 +1,19 @@
 """What `paceline bench` accepts, and what it refuses by name."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from paceline.bench.http import Origin
 from paceline.bench.target import parse_target
-from paceline.cli.bench_values import read_headers, read_limits, read_price, server_settings
+from paceline.cli.bench_values import (
+    check_outputs,
+    read_headers,
+    read_limits,
+    read_price,
+    server_settings,
+)
 from paceline.cli.trace import base_address
 from paceline.errors import ParameterError
 
@@ -81,3 +88,20 @@ def test_trace_takes_the_addresses_that_bench_takes():
     for text in ("", "ftp://a", "http://[::1", "a:99999"):
         with pytest.raises(ParameterError, match="is no address"):
             base_address(text)
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_run(tmp_path):
+    for path, what in (
+        ("", "is empty"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "a" / "b", "exist"),
+    ):
+        with pytest.raises(ParameterError, match=f"--html .*{what}"):
+            check_outputs(None, Path(path))
+    with pytest.raises(ParameterError, match="--log is empty"):
+        check_outputs(Path(), None)
+    (tmp_path / "same").symlink_to(tmp_path / "a")
+    with pytest.raises(ParameterError, match="--log and --html are both"):
+        check_outputs(tmp_path / "a", tmp_path / "same")
+    check_outputs(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "a").exists()

@@ -11,6 +11,7 @@ import typer
 from paceline.cli.bench_offline import offline
 from paceline.cli.bench_values import (
     check_names,
+    check_outputs,
     read_endpoint,
     read_fields,
     read_headers,
@@ -20,7 +21,7 @@ from paceline.cli.bench_values import (
     read_share,
     server_settings,
 )
-from paceline.errors import ParameterError
+from paceline.errors import PacelineError, ParameterError
 
 if TYPE_CHECKING:
     from paceline.bench.program import Program
@@ -264,6 +265,7 @@ def bench(
     from paceline.bench.target import parse_target
     from paceline.bench.workloads import build_workload
 
+    check_outputs(log, html)
     urls = [parse_target(text) for text in target or ()]
     started = ["paceline"] if serve is not None else []
     started += peer or []
@@ -320,11 +322,21 @@ def _run_and_report(
 
     with LiveLine() as line:
         result = run_program(program, log=log, on_progress=line.update)
+    failures = [] if result.log_error is None else [result.log_error]
     if html is not None:
         from paceline.bench.html import write_html
 
-        write_html(html, result)
+        try:
+            write_html(html, result)
+        except ParameterError as error:  # the run took long: its figures are shown all the same
+            failures.append(str(error))
+    document = result.document
     if as_json:
-        print(json.dumps(result.document, ensure_ascii=False))
+        print(json.dumps(document, ensure_ascii=False))
     else:
-        print_report(result.document, report_console())
+        print_report(document, report_console())
+    if not any(stage["requests"]["ok"] for stage in document["stages"]):
+        what = "interrupted before" if document["interrupted"] else "the run ended without"
+        failures.append(f"{what} one complete answer: there is nothing to report")
+    if failures:
+        raise PacelineError("; ".join(failures))

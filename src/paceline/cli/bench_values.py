@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -38,6 +39,23 @@ def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
         )
     if len(set(names)) < len(names):
         raise ParameterError("two targets have one name: write --target NAME=URL")
+
+
+def check_outputs(log: Path | None, html: Path | None) -> None:
+    """Refuse files that cannot be written, before the run that they are for."""
+    for name, path in (("--log", log), ("--html", html)):
+        if path is None:
+            continue
+        if path == Path():  # an empty text
+            raise ParameterError(f"{name} is empty: name a file to write")
+        if path.is_dir():
+            raise ParameterError(f"{name} {path} is a folder: name a file to write")
+        if not path.absolute().parent.is_dir():
+            raise ParameterError(f"{name} {path} cannot be written: its folder does not exist")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise ParameterError(f"{name} {path} cannot be written: permission denied")
+    if log is not None and html is not None and log.resolve() == html.resolve():
+        raise ParameterError(f"--log and --html are both {log}: name two files")
 
 
 def read_endpoint(text: str) -> Endpoint:
