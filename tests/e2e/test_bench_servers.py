@@ -103,7 +103,7 @@ def test_an_adapter_streams_batches_up_to_its_slots_and_frees_them(counting):
 def test_an_adapter_drops_those_that_leave_and_refuses_what_does_not_fit(counting):
     engine, url = counting
     cut = bench("--target", url, "--workload", "synthetic:input=5,output=90", "--duration", "1s",
-                "--rate", "20", "--arrival", "constant", "--timeout", "200ms")  # fmt: skip
+                "--rate", "20", "--arrival", "constant", "--timeout", "200ms", code=1)  # fmt: skip
     assert cut["stages"][0]["requests"]["timeout"] > 5
     deadline = time.monotonic() + 5
     while engine.running and time.monotonic() < deadline:
@@ -141,4 +141,12 @@ def test_offline_refuses_a_batch_that_is_no_number(script_path):
     command = [*PACELINE, "bench", "offline", str(script_path), "--batch", "1,x"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (1, "")
-    assert "--batch is '1,x'" in result.stderr
+    assert "--batch is 'x'" in result.stderr
+
+
+def test_offline_refuses_an_answer_that_the_context_does_not_hold(script_path):
+    command = [*PACELINE, "bench", "offline", str(script_path), "--batch", "1", "--input", "8",
+               "--output", "60", "--max-model-len", "64", *ENGINE.split()]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "do not fit a context of 64 tokens" in result.stderr

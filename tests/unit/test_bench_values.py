@@ -7,14 +7,19 @@ import pytest
 
 from paceline.bench.http import Origin
 from paceline.bench.target import parse_target
+from paceline.cli.bench_offline import check_fits, read_counts, with_room
 from paceline.cli.bench_values import (
     check_outputs,
+    check_server_options,
     read_headers,
     read_limits,
+    read_loads,
     read_price,
+    read_share,
     server_settings,
 )
 from paceline.cli.trace import base_address
+from paceline.config import EngineConfig
 from paceline.errors import ParameterError
 
 
@@ -105,3 +110,60 @@ def test_files_that_cannot_be_written_are_refused_before_the_run(tmp_path):
         check_outputs(tmp_path / "a", tmp_path / "same")
     check_outputs(tmp_path / "a", tmp_path / "b")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("serve", "peers", "name", "value", "what"),
+    [
+        (None, None, "--serve-with", "--port 1", "without --serve MODEL"),
+        (None, ["openvino"], "--serve-with", "--port 1", "without --serve MODEL"),
+        (None, None, "--threads", 2, "without --serve or --peer"),
+        (None, None, "--slots", 8, "without --peer"),
+        ("m", None, "--context", 8192, "without --peer"),
+        ("m", None, "--peer-python", ["openvino=a"], "without --peer"),
+        (None, None, "--peer-model", "m", "without --peer"),
+        ("m", ["openvino"], "--peer-model", "m", "with --serve"),
+    ],
+)
+def test_options_of_servers_that_are_not_started_are_refused_by_name(
+    serve, peers, name, value, what
+):
+    with pytest.raises(ParameterError, match=f"{name} has no effect {what}"):
+        check_server_options(serve, peers, {name: value})
+    check_server_options(serve, peers, {name: None})
+
+
+def test_options_of_servers_that_are_started_are_taken():
+    given = {"--serve-with": "--port 1", "--slots": 4, "--peer-python": ["openvino=a"]}
+    check_server_options("m", ["openvino"], given)
+    check_server_options("m", None, {"--threads": 2})
+    check_server_options(None, ["openvino"], {"--peer-model": "m"})
+
+
+def test_a_share_without_a_search_is_refused():
+    assert read_share(None, find_rate=False) == 0.95
+    assert read_share("90%", find_rate=True) == 0.9
+    with pytest.raises(ParameterError, match="--at-least has no effect"):
+        read_share("90%", find_rate=False)
+
+
+def test_a_ramp_has_an_end_and_neither_a_sweep_nor_a_search():
+    with pytest.raises(ParameterError, match="needs to=RATE"):
+        read_loads(None, "1", "ramp", None, find_rate=False)
+    for sweep, find_rate in (("1,2", False), (None, True)):
+        with pytest.raises(ParameterError, match="changes its own rate"):
+            read_loads(None, None, "ramp:to=4", sweep, find_rate=find_rate)
+
+
+def test_offline_refuses_what_does_not_fit():
+    for text in ("0", "1,x", "10001", "9" * 5000):
+        with pytest.raises(ParameterError, match="--batch is "):
+            read_counts(text, "--batch", 10_000)
+    assert with_room(EngineConfig(), 64).max_num_seqs == 64
+    with pytest.raises(ParameterError, match="--max-num-seqs is 4, less than a --batch of 8"):
+        with_room(EngineConfig(max_num_seqs=4), 8)
+    with pytest.raises(ParameterError, match="--threads is 2000"):
+        with_room(EngineConfig(num_threads=2000), 8)
+    check_fits(90, 10, 100)
+    with pytest.raises(ParameterError, match="--output 11 do not fit a context of 100"):
+        check_fits(90, 11, 100)

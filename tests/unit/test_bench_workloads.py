@@ -250,3 +250,16 @@ def test_objectives_hold_by_class_and_metric():
 def test_a_bad_objective_is_refused(spec):
     with pytest.raises(ParameterError):
         parse_objectives([spec])
+
+
+@pytest.mark.parametrize(
+    "spec", ["10000001", "1-10000001", "lognormal:10000001:1", "lognormal:nan:1", "9" * 5000]
+)
+def test_a_length_beyond_any_context_is_refused(spec):
+    with pytest.raises(ParameterError, match="is no length of 1 to 10000000"):
+        parse_length(spec)
+
+
+def test_lognormal_lengths_end_at_the_bound():
+    draw, rng = parse_length("lognormal:9000000:4"), random.Random(0)
+    assert max(draw(rng) for _ in range(200)) == 10_000_000

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.bench.target import Endpoint
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_DEFAULT_SHARE = 0.95
 _LAST_LATIN_1 = 0xFF
 _MAX_WARMUP = 1_000_000
 
@@ -58,6 +59,24 @@ def check_outputs(log: Path | None, html: Path | None) -> None:
         raise ParameterError(f"--log and --html are both {log}: name two files")
 
 
+def check_server_options(
+    serve: str | None, peers: Sequence[str] | None, given: Mapping[str, object]
+) -> None:
+    """Refuse options of servers that are not started: they would do nothing."""
+    needs_peer = ("--slots", "--context", "--peer-python", "--peer-model")
+    for name, value in given.items():
+        if value is None or value == []:
+            continue
+        if name == "--serve-with" and serve is None:
+            raise ParameterError(f"{name} has no effect without --serve MODEL")
+        if name in needs_peer and not peers:
+            raise ParameterError(f"{name} has no effect without --peer")
+        if name == "--peer-model" and serve is not None:
+            raise ParameterError(f"{name} has no effect with --serve: peers take its model")
+        if serve is None and not peers:
+            raise ParameterError(f"{name} has no effect without --serve or --peer")
+
+
 def read_endpoint(text: str) -> Endpoint:
     if text not in ("chat", "completions"):
         raise ParameterError(f"--endpoint is {text!r}: choose chat or completions")
@@ -66,11 +85,11 @@ def read_endpoint(text: str) -> Endpoint:
 
 def server_settings(
     model: str | None,
-    serve_arguments: str,
+    serve_arguments: str | None,
     pythons: Sequence[str],
     threads: int | None,
-    slots: int,
-    context: int,
+    slots: int | None,
+    context: int | None,
 ) -> Settings:
     """Return what the servers that the bench starts share; their model is fetched if need be."""
     from paceline.bench.servers import Settings, parse_pythons
@@ -80,7 +99,7 @@ def server_settings(
     if model is None:
         raise ParameterError("--peer needs a model: give --serve MODEL or --peer-model MODEL")
     try:
-        arguments = shlex.split(serve_arguments)
+        arguments = shlex.split(serve_arguments or "")
     except ValueError as error:
         raise ParameterError(
             f"--serve-with is {serve_arguments!r}, which is no command line: {error}"
@@ -88,8 +107,8 @@ def server_settings(
     return Settings(
         model=find_model(model).resolve(),
         num_threads=resolve_num_threads(threads)[0],
-        slots=slots,
-        context=context,
+        slots=slots or 8,
+        context=context or 8192,
         serve_arguments=arguments,
         pythons=parse_pythons(pythons),
     )
@@ -115,6 +134,10 @@ def read_loads(
         )
     if not is_open:
         return {"loads": [({}, Closed(concurrency or 1))]}
+    if arrival.split(":")[0] == "ramp" and (sweep is not None or find_rate):
+        raise ParameterError(
+            f"--arrival {arrival} changes its own rate: leave out --sweep and --find-rate"
+        )
     if find_rate:
         if sweep is not None:
             raise ParameterError("--find-rate chooses its own rates: leave out --sweep")
@@ -142,7 +165,7 @@ def read_limits(
     is_search: bool,
 ) -> Limits:
     from paceline.bench.load import Limits
-    from paceline.bench.units import parse_duration, parse_span
+    from paceline.bench.units import parse_duration, parse_integer, parse_span
 
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
@@ -151,9 +174,7 @@ def read_limits(
     if duration is None and requests is None and not arrival.startswith("replay"):
         duration = "30s"
     is_count = warmup.isdecimal()
-    num_warmup = int(warmup) if is_count and len(warmup) < 10 else 0
-    if is_count and (len(warmup) >= 10 or num_warmup > _MAX_WARMUP):
-        raise ParameterError(f"--warmup is {warmup}: it must be at most {_MAX_WARMUP} requests")
+    num_warmup = parse_integer(warmup, "--warmup", 0, _MAX_WARMUP) if is_count else 0
     return Limits(
         num_requests=requests,
         duration_s=None if duration is None else parse_span(duration, "--duration"),
@@ -220,9 +241,13 @@ def read_fields(body: str | None) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def read_share(text: str) -> float:
+def read_share(text: str | None, *, find_rate: bool) -> float:
     from paceline.bench.units import parse_positive
 
+    if text is None:
+        return _DEFAULT_SHARE
+    if not find_rate:
+        raise ParameterError("--at-least has no effect without --find-rate")
     value = parse_positive(text.removesuffix("%"), "--at-least")
     value = value / 100 if text.endswith("%") else value
     if value > 1:
