@@ -3,9 +3,11 @@
 import asyncio
 import importlib.util
 import json
+import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,27 @@ def test_our_own_server_is_started_measured_and_ended(script_path):
     port = document["config"]["targets"]["paceline"].split(":")[2].split("/")[0]
     listening = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True).stdout
     assert f":{int(port):04X} 00000000:0000 0A" not in listening
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_bench_that_is_told_to_end_takes_its_server_with_it(script_path, tmp_path, number):
+    log = tmp_path / "log.jsonl"
+    command = [*PACELINE, "bench", "--serve", str(script_path), "--serve-with", ENGINE,
+               "--threads", "1", "--workload", "synthetic:input=4,output=600", "--duration", "60s",
+               "--log", str(log)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not log.exists() and time.monotonic() < deadline:  # it is opened once all are up
+            time.sleep(0.02)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert children
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_remedy(script_path):
