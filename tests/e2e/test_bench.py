@@ -336,6 +336,19 @@ def test_a_run_without_one_answer_is_reported_and_fails():
     assert document["stages"][0]["requests"]["error"] == 2
 
 
+def test_a_run_that_is_interrupted_before_its_first_answer_fails():
+    with FakeServer(lambda number, body: HANGING) as server:
+        command = [*PACELINE, "bench", "--target", server.url, "--duration", "60s", "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while not server.served:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert b"interrupted before one complete answer" in err
+    assert json.loads(out)["stages"][0]["requests"]["cut"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -350,6 +363,12 @@ def test_a_run_without_one_answer_is_reported_and_fails():
         (("--target", "x", "--workload", "nope"), "no workload is called 'nope'"),
         (("--target", "x", "--body", "{"), "--body is no JSON"),
         (("--target", "x", "--slo", "ttft=fast"), "no duration"),
+        (("--target", "x", "--slo", "long:ttft=1s"), "which the workload does not have"),
+        (("--target", "x", "--slots", "4"), "--slots has no effect"),
+        (("--target", "x", "--at-least", "90%"), "--at-least has no effect"),
+        (("--target", "x", "--find-rate", "--slo", "ttft=1s", "--rounds", "2"), "--rounds has no"),
+        (("--target", "x", "--price", "nan"), "--price is nan"),
+        (("--target", "x", "--html", ""), "--html is empty"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(arguments, message):
