@@ -26,10 +26,10 @@ from tests.fake_server import (
 TOLERANCE_MS = 20.0
 
 
-def bench(*arguments: str, **settings) -> dict:
+def bench(*arguments: str, code: int = 0, **settings) -> dict:
     command = [*PACELINE, "bench", *arguments, "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=90, **settings)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == code, result.stderr
     return json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
 
 
@@ -316,6 +316,39 @@ def test_the_terminal_report_names_what_matters(tmp_path):
         assert part in result.stdout
 
 
+def test_a_report_comes_even_where_its_files_cannot_be_written():
+    with FakeServer(lambda number, body: GOOD) as server:
+        command = [*PACELINE, "bench", "--target", server.url, "--requests", "2",
+                   "--log", "/dev/full"]  # fmt: skip
+        log = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        command[-2] = "--html"
+        html = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    for result, name in ((log, "--log"), (html, "--html")):
+        assert result.returncode == 1
+        assert "2 ok" in result.stdout
+        assert result.stderr.startswith(f"paceline: {name} /dev/full")
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_run_without_one_answer_is_reported_and_fails():
+    with FakeServer(lambda number, body: FAILING) as server:
+        document = bench("--target", server.url, "--requests", "2", code=1)
+    assert document["stages"][0]["requests"]["error"] == 2
+
+
+def test_a_run_that_is_interrupted_before_its_first_answer_fails():
+    with FakeServer(lambda number, body: HANGING) as server:
+        command = [*PACELINE, "bench", "--target", server.url, "--duration", "60s", "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while not server.served:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert b"interrupted before one complete answer" in err
+    assert json.loads(out)["stages"][0]["requests"]["cut"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -330,6 +363,12 @@ def test_the_terminal_report_names_what_matters(tmp_path):
         (("--target", "x", "--workload", "nope"), "no workload is called 'nope'"),
         (("--target", "x", "--body", "{"), "--body is no JSON"),
         (("--target", "x", "--slo", "ttft=fast"), "no duration"),
+        (("--target", "x", "--slo", "long:ttft=1s"), "which the workload does not have"),
+        (("--target", "x", "--slots", "4"), "--slots has no effect"),
+        (("--target", "x", "--at-least", "90%"), "--at-least has no effect"),
+        (("--target", "x", "--find-rate", "--slo", "ttft=1s", "--rounds", "2"), "--rounds has no"),
+        (("--target", "x", "--price", "nan"), "--price is nan"),
+        (("--target", "x", "--html", ""), "--html is empty"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_1(arguments, message):

@@ -3,9 +3,11 @@
 import asyncio
 import importlib.util
 import json
+import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,27 @@ def test_our_own_server_is_started_measured_and_ended(script_path):
     port = document["config"]["targets"]["paceline"].split(":")[2].split("/")[0]
     listening = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True).stdout
     assert f":{int(port):04X} 00000000:0000 0A" not in listening
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_bench_that_is_told_to_end_takes_its_server_with_it(script_path, tmp_path, number):
+    log = tmp_path / "log.jsonl"
+    command = [*PACELINE, "bench", "--serve", str(script_path), "--serve-with", ENGINE,
+               "--threads", "1", "--workload", "synthetic:input=4,output=600", "--duration", "60s",
+               "--log", str(log)]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not log.exists() and time.monotonic() < deadline:  # it is opened once all are up
+            time.sleep(0.02)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+    assert children
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_remedy(script_path):
@@ -103,14 +126,14 @@ def test_an_adapter_streams_batches_up_to_its_slots_and_frees_them(counting):
 def test_an_adapter_drops_those_that_leave_and_refuses_what_does_not_fit(counting):
     engine, url = counting
     cut = bench("--target", url, "--workload", "synthetic:input=5,output=90", "--duration", "1s",
-                "--rate", "20", "--arrival", "constant", "--timeout", "200ms")  # fmt: skip
+                "--rate", "20", "--arrival", "constant", "--timeout", "200ms", code=1)  # fmt: skip
     assert cut["stages"][0]["requests"]["timeout"] > 5
     deadline = time.monotonic() + 5
     while engine.running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert engine.running == {}
     refused = bench("--target", url, "--workload", "synthetic:input=5,output=101",
-                    "--requests", "1")  # fmt: skip
+                    "--requests", "1", code=1)  # fmt: skip
     assert "exceed 100" in refused["stages"][0]["errors"][0]["what"]
 
 
@@ -141,4 +164,12 @@ def test_offline_refuses_a_batch_that_is_no_number(script_path):
     command = [*PACELINE, "bench", "offline", str(script_path), "--batch", "1,x"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (1, "")
-    assert "--batch is '1,x'" in result.stderr
+    assert "--batch is 'x'" in result.stderr
+
+
+def test_offline_refuses_an_answer_that_the_context_does_not_hold(script_path):
+    command = [*PACELINE, "bench", "offline", str(script_path), "--batch", "1", "--input", "8",
+               "--output", "60", "--max-model-len", "64", *ENGINE.split()]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "do not fit a context of 64 tokens" in result.stderr

@@ -43,7 +43,8 @@ def test_trace_says_where_it_found_nobody():
     assert result.returncode == 1
     assert "http://127.0.0.1:9" in result.stderr
     assert "Traceback" not in result.stderr
-    assert "is no address" in paceline("trace", "localhost:8000").stderr
+    assert "http://localhost:9/v1/trace" in paceline("trace", "localhost:9").stderr
+    assert "is no address" in paceline("trace", "ftp://localhost").stderr
 
 
 def test_spans_go_where_the_environment_says(script):

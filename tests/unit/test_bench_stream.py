@@ -127,6 +127,55 @@ def test_a_server_that_ignores_stream_gives_a_whole_answer():
     assert (made.outcome, answer.text, answer.output_tokens) == ("ok", "hi", 2)
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"choices": 5}', "choices is 5"),
+        (b'{"choices": ["a"]}', "choices is ['a']"),
+        (b'{"choices": [{"delta": "a"}]}', "delta is 'a'"),
+        (b'{"choices": [{"text": 5}]}', "text is 5"),
+        (b'{"choices": [{"delta": {"tool_calls": [{"function": 1}]}}]}', "function is 1"),
+        (b'{"choices": [], "usage": 5}', "usage is 5"),
+        (b'{"choices": [], "usage": {"prompt_tokens": "x"}}', "prompt_tokens is 'x'"),
+        (b'{"choices": [], "usage": {"completion_tokens": 1e30}}', "completion_tokens is 1e+30"),
+        (b'{"choices": [], "usage": {"completion_tokens": -1}}', "completion_tokens is -1"),
+        (b'{"choices": [], "timings": [1]}', "timings is [1]"),
+        (b"{}", "no choice came"),
+    ],
+)
+def test_an_answer_that_breaks_the_form_is_an_error_as_a_stream_and_as_a_whole(body, reason):
+    stream = exchange(answered((0.1, b"data: " + body + b"\n\n"), (0.2, DONE)))
+    whole = Answer(keeps_text=False)
+    whole.on_head(200, {"content-type": "application/json"}, 0.1)
+    whole.on_body(body, 0.1)
+    for made in (stream, exchange(whole)):
+        assert made.outcome == "error"
+        assert made.error.startswith("no answer: ")
+        assert reason in made.error
+        made.output_tokens(None)
+
+
+def test_a_stream_of_no_json_and_an_empty_body_are_no_answers():
+    stream = exchange(answered((0.1, b"data: oops\n\ndata: [1]\n\n"), (0.2, DONE)))
+    assert (stream.outcome, stream.error) == (
+        "error", "no answer: no choice came, 2 events are no JSON object",
+    )  # fmt: skip
+    for body, reason in ((b"", "no answer: no body"), (b"[" * 10**6, "[" * 300)):
+        answer = Answer(keeps_text=False)
+        answer.on_head(200, {"content-type": "application/json"}, 0.1)
+        answer.on_body(body, 0.1)
+        made = exchange(answer)
+        assert (made.outcome, made.error) == ("error", reason)
+
+
+def test_header_figures_that_are_no_numbers_are_passed_over():
+    answer = Answer(keeps_text=False)
+    headers = {"server-timing": "a;dur=1.2.3, b;dur=., c;dur=5", "retry-after": "nan"}
+    answer.on_head(429, headers, 0.1)
+    assert answer.phases["c"] == 0.005
+    assert exchange(answer).retry_after_s is None
+
+
 def test_phases_are_read_from_each_dialect():
     answer = Answer(keeps_text=False)
     header = 'queue;dur=12.5, prefill;desc="own";dur=80'
@@ -194,3 +243,16 @@ def test_streams_as_vllm_and_as_llama_server_write_them_give_the_same_figures(ev
     assert (made.answer.input_tokens, *made.output_tokens(None)) == (5, 3, "usage")
     assert made.answer.phases == pytest.approx(phases)
     assert made.answer.num_unread == 0
+
+
+def test_what_a_server_says_cannot_steer_the_terminal():
+    words = "a\x1b[31m\x9bb\r\n"
+    failed = exchange(answered((0.1, event(error={"message": words}))))
+    refused = Answer(keeps_text=False)
+    refused.on_head(500, {}, 0.1)
+    refused.on_body(words.encode(), 0.1)
+    for error in (failed.error, exchange(refused).error):
+        assert "a\\x1b[31m\\x9bb\\r\\n" in error
+        assert error.isprintable()
+    timings = {"\x1b[2J_ms": 5, "good_ms": 5}
+    assert answered((0.1, event(choices=[], timings=timings))).phases == {"good": 0.005}

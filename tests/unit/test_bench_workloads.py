@@ -13,7 +13,7 @@ from paceline.bench.lengths import (
     from_percentiles,
     parse_length,
 )
-from paceline.bench.objective import parse_objectives
+from paceline.bench.objective import check_classes, parse_objectives
 from paceline.bench.prose import Prose
 from paceline.bench.units import parse_duration
 from paceline.bench.workloads import NAMES, build_workload
@@ -215,6 +215,23 @@ def test_durations_are_read_and_refused():
     for text in ("5", "-1s", "ms", "1e3s", ""):
         with pytest.raises(ParameterError, match="no duration"):
             parse_duration(text)
+    for text in ("1001h", "9" * 400 + "s"):
+        with pytest.raises(ParameterError, match="longer than 1000 h"):
+            parse_duration(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workload_names_the_classes_of_its_requests(specs, name):
+    workload = build_workload(specs[name])
+    found = {workload.conversation("7", idx).kind for idx in range(100)}
+    assert found == set(workload.kinds)
+
+
+def test_an_objective_for_a_class_that_the_workload_lacks_is_refused():
+    kinds = build_workload("mixed").kinds
+    check_classes(parse_objectives(["ttft=1s", "long:e2e=20s"]), kinds)
+    with pytest.raises(ParameterError, match=r"'lang', which.*chat, long"):
+        check_classes(parse_objectives(["lang:e2e=20s"]), kinds)
 
 
 def test_objectives_hold_by_class_and_metric():
@@ -227,7 +244,22 @@ def test_objectives_hold_by_class_and_metric():
     assert not objectives.is_met("chat", {**good, "ttft": NAN})  # no token, no first token
 
 
-@pytest.mark.parametrize("spec", ["ttft", "ttft=1", "speed=3ms", ":ttft=1s", "a:b"])
+@pytest.mark.parametrize("spec", [
+    "ttft", "ttft=1", "speed=3ms", ":ttft=1s", "a:b", "ttft=1s,ttft=2s", "ttft=0s",
+])  # fmt: skip
 def test_a_bad_objective_is_refused(spec):
     with pytest.raises(ParameterError):
         parse_objectives([spec])
+
+
+@pytest.mark.parametrize(
+    "spec", ["10000001", "1-10000001", "lognormal:10000001:1", "lognormal:nan:1", "9" * 5000]
+)
+def test_a_length_beyond_any_context_is_refused(spec):
+    with pytest.raises(ParameterError, match="is no length of 1 to 10000000"):
+        parse_length(spec)
+
+
+def test_lognormal_lengths_end_at_the_bound():
+    draw, rng = parse_length("lognormal:9000000:4"), random.Random(0)
+    assert max(draw(rng) for _ in range(200)) == 10_000_000

@@ -11,9 +11,17 @@ import msgspec
 from paceline.bench.sse import EventReader
 
 _decode = msgspec.json.decode
-_SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=([\d.]+)")
+_SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=(\d+(?:\.\d+)?)")
+_PHASE = re.compile(r"[\w.-]{1,60}")
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _MAX_ERROR_CHARS = 300
+_MAX_SHOWN_CHARS = 60
+_MAX_TOKENS = 10**9  # of one answer; what is above is no count
+_MAX_SECONDS = 1e9
+
+
+class _ShapeError(Exception):
+    """A field is not what the API says it is."""
 
 
 class Answer:
@@ -27,7 +35,8 @@ class Answer:
     __slots__ = (
         "_body", "_reader", "arrivals", "cached_tokens", "connected_at", "error", "finish_reason",
         "first_byte_at", "headers", "input_tokens", "is_done", "is_tool_call", "keeps_text",
-        "num_text_events", "num_unread", "output_tokens", "phases", "status", "texts",
+        "num_choices", "num_text_events", "num_unread", "output_tokens", "phases", "status",
+        "texts",
     )  # fmt: skip
 
     def __init__(self, *, keeps_text: bool) -> None:
@@ -37,6 +46,7 @@ class Answer:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.arrivals = array("d")
+        self.num_choices = 0
         self.num_text_events = 0
         self.num_unread = 0
         self.texts: list[str] = []
@@ -84,20 +94,17 @@ class Answer:
         if self._reader is not None:
             for payload in self._reader.finish():
                 self._on_event(payload, now)
-        elif self._body:
+        elif self._body or self.status == 200:
             body = b"".join(self._body)
             self._body.clear()
             self._on_whole(body, now)
 
     def _on_whole(self, body: bytes, now: float) -> None:
         """A response that is no stream: an error, or a server that ignores `stream`."""
-        try:
-            content = _decode(body)
-        except msgspec.DecodeError:
-            content = None
+        content = _read(body)
         if self.status != 200 or not isinstance(content, dict) or "error" in content:
-            shown = body.decode("utf-8", "replace")
-            self.error = error_text(content) or shown[:_MAX_ERROR_CHARS]
+            shown = printable(body[:_MAX_ERROR_CHARS].decode("utf-8", "replace"))
+            self.error = error_text(content) or shown or "no answer: no body"
             return
         self._on_object(content, now)
         self.is_done = True
@@ -106,10 +113,7 @@ class Answer:
         if payload.strip() == b"[DONE]":
             self.is_done = True
             return
-        try:
-            event = _decode(payload)
-        except msgspec.DecodeError:
-            event = None
+        event = _read(payload)
         if not isinstance(event, dict):
             self.num_unread += 1
         elif event.get("error"):
@@ -118,16 +122,20 @@ class Answer:
             self._on_object(event, now)
 
     def _on_object(self, event: dict[str, Any], now: float) -> None:
-        for choice in event.get("choices") or ():
-            self._on_choice(choice, now)
-        if usage := event.get("usage"):
-            self._on_usage(usage)
-        if timings := event.get("timings"):  # llama.cpp
-            self._take_phases(timings)
+        """Take what an object holds. One that breaks the API's form makes the answer an error."""
+        try:
+            for choice in _items(event, "choices"):
+                self.num_choices += 1
+                self._on_choice(choice, now)
+            self._on_usage(_fields(event, "usage"))
+            self._take_phases(_fields(event, "timings"))  # llama.cpp
+        except _ShapeError as error:
+            self.error = self.error or f"no answer: {error}"
 
     def _on_choice(self, choice: dict[str, Any], now: float) -> None:
-        delta = choice.get("delta") or choice.get("message")
-        text = choice.get("text") if delta is None else self._delta_text(delta)
+        name = "delta" if choice.get("delta") else "message"
+        delta = _fields(choice, name)
+        text = self._delta_text(delta) if delta else _string(choice, "text")
         if text:
             self.num_text_events += 1
             if not self.arrivals or self.arrivals[-1] != now:
@@ -135,24 +143,24 @@ class Answer:
             if self.keeps_text:
                 self.texts.append(text)
         if reason := choice.get("finish_reason"):
-            self.finish_reason = str(reason)
+            self.finish_reason = printable(str(reason)[:_MAX_ERROR_CHARS])
 
     def _delta_text(self, delta: dict[str, Any]) -> str:
         text = as_text(delta.get("content"))
         thoughts = delta.get("reasoning_content") or delta.get("reasoning")
         if thoughts:
             text = as_text(thoughts) + text
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
+        for call in _items(delta, "tool_calls"):
+            function = _fields(call, "function")
             self.is_tool_call = True
-            text += (function.get("name") or "") + (function.get("arguments") or "")
+            text += _string(function, "name") + _string(function, "arguments")
         return text
 
     def _on_usage(self, usage: dict[str, Any]) -> None:
-        self.input_tokens = usage.get("prompt_tokens", self.input_tokens)
-        self.output_tokens = usage.get("completion_tokens", self.output_tokens)
-        details = usage.get("prompt_tokens_details") or {}
-        self.cached_tokens = details.get("cached_tokens", self.cached_tokens)
+        self.input_tokens = _count(usage, "prompt_tokens", self.input_tokens)
+        self.output_tokens = _count(usage, "completion_tokens", self.output_tokens)
+        details = _fields(usage, "prompt_tokens_details")
+        self.cached_tokens = _count(details, "cached_tokens", self.cached_tokens)
         if isinstance(ledger := usage.get("paceline"), dict):
             self.phases.clear()  # it has all that the header could know by then
             self._take_phases(ledger)
@@ -169,7 +177,53 @@ class Answer:
             if isinstance(value, dict):
                 self._take_phases(value, "" if label == "parts" else f"{prefix}{label}.", own)
             elif own and isinstance(value, int | float) and not isinstance(value, bool):
-                self.phases[prefix + label] = value * _UNITS[own]
+                seconds = value * _UNITS[own]
+                if 0 <= seconds <= _MAX_SECONDS and _PHASE.fullmatch(label):
+                    self.phases[prefix + label] = seconds
+
+
+def _read(data: bytes) -> Any:
+    """Return the JSON in `data`, None where there is none that can be read."""
+    try:
+        return _decode(data)
+    except (ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8
+        return None
+
+
+def _fields(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    value = parent.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise _ShapeError(f"{name} is {_shown(value)}, not an object")
+    return value or {}
+
+
+def _items(parent: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    value = parent.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise _ShapeError(f"{name} is {_shown(value)}, not a list of objects")
+    return value
+
+
+def _string(parent: dict[str, Any], name: str) -> str:
+    value = parent.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _ShapeError(f"{name} is {_shown(value)}, not a string")
+    return value or ""
+
+
+def _count(parent: dict[str, Any], name: str, before: int | None) -> int | None:
+    """Return the count of that name, or `before` where there is none."""
+    value = parent.get(name)
+    if value is None:
+        return before
+    if type(value) is not int or not 0 <= value <= _MAX_TOKENS:
+        raise _ShapeError(f"{name} is {_shown(value)}, not a number of tokens")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
 
 
 def as_text(content: Any) -> str:
@@ -186,4 +240,9 @@ def error_text(body: Any) -> str | None:
     error = body.get("error", body) if isinstance(body, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or str(error)
-    return None if error is None else str(error)[:_MAX_ERROR_CHARS]
+    return None if error is None else printable(str(error)[:_MAX_ERROR_CHARS])
+
+
+def printable(text: str) -> str:
+    """Return text with its control characters escaped: a server shall not steer our terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from paceline.bench.options import SpecOptions
 from paceline.bench.traces import read_trace
-from paceline.bench.units import parse_duration
+from paceline.bench.units import parse_positive, parse_span
 from paceline.errors import ParameterError
 
 ARRIVALS = ("poisson", "gamma:shape=K", "constant", "ramp:to=R,over=60s", "replay:file=F", "burst")
@@ -128,9 +128,9 @@ def _build(options: SpecOptions, rate: float | None) -> Arrivals:
     if rate is None:
         raise ParameterError(f"--arrival {options.name} needs --rate, in requests a second")
     if options.name == "ramp":
-        end = options.number("to", rate)
-        over_s = parse_duration(options.text("over", "60s") or "60s")
-        return Ramp(rate, end, max(over_s, 1e-3))
+        end = parse_positive(options.required("to", "RATE"), "to")
+        over_s = parse_span(options.text("over", "60s") or "60s", "over")
+        return Ramp(rate, end, over_s)
     if options.name == "constant":
         return Constant(rate)
     shape = options.number("shape", 0.5) if options.name == "gamma" else 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -40,6 +40,10 @@ class Workload(Protocol):
     @property
     def fixes_length(self) -> bool:
         """True where answers shall run to max_tokens, past the end token."""
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The classes that its conversations are of."""
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         """Return conversation `idx`: the same for the same seed, whoever is asked."""

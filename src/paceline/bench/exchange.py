@@ -61,15 +61,19 @@ class Exchange:
             return "error", answer.error
         if not answer.is_complete:
             return "broken", "the stream ended without a finish reason or [DONE]"
+        if not answer.num_choices:
+            unread = f", {answer.num_unread} events are no JSON object" if answer.num_unread else ""
+            return "error", f"no answer: no choice came{unread}"
         return "ok", None
 
     @property
     def retry_after_s(self) -> float | None:
         """Seconds that a refusal asks us to wait, where it gives them as a number."""
         try:
-            return float(self.answer.headers["retry-after"])
+            seconds = float(self.answer.headers["retry-after"])
         except (KeyError, ValueError):
             return None
+        return seconds if 0 <= seconds < math.inf else None
 
     @property
     def lag_s(self) -> float:

@@ -53,6 +53,10 @@ class Origin:
             port = parts.port
         except ValueError as error:
             raise ParameterError(f"{url!r} is no URL ({error}): write http://host:port") from None
+        if parts.query or parts.fragment or parts.username is not None:
+            raise ParameterError(f"{url!r}: leave out what is not host, port and path")
+        if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:
+            raise ParameterError(f"{url!r}: write the path in ASCII, with %XX for other letters")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ParameterError(f"{url!r} is no URL: write http://host:port or https://host")
         is_tls = parts.scheme == "https"
@@ -60,7 +64,7 @@ class Origin:
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         try:
             found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for names that are no host's
             raise ParameterError(
                 f"{parts.hostname!r} has no address ({error}): check the URL"
             ) from None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from paceline.errors import ParameterError
 
 Length = Callable[[random.Random], int]
+MAX_LENGTH = 10_000_000  # tokens
 CHARS_PER_TOKEN = 4.5  # of English prose, in the tokenizers in use
 
 
@@ -37,19 +38,22 @@ def parse_length(spec: str) -> Length:
     try:
         if text.startswith("lognormal:"):
             median, sigma = (float(part) for part in text.split(":")[1:])
-            if median >= 1 and 0 <= sigma <= 4:
-                return lambda rng: max(1, round(median * math.exp(rng.gauss(0.0, sigma))))
+            if 1 <= median <= MAX_LENGTH and 0 <= sigma <= 4:
+                return lambda rng: min(
+                    MAX_LENGTH, max(1, round(median * math.exp(rng.gauss(0.0, sigma))))
+                )
         elif "-" in text:
             low, high = (int(part) for part in text.split("-"))
-            if 1 <= low <= high:
+            if 1 <= low <= high <= MAX_LENGTH:
                 return lambda rng: rng.randint(low, high)
-        elif int(text) >= 1:
+        elif 1 <= int(text) <= MAX_LENGTH:
             fixed = int(text)
             return lambda rng: fixed
     except ValueError:
         pass
     raise ParameterError(
-        f"{spec!r} is no length: write 512, 64-512 (uniform) or lognormal:400:0.8 (median, shape)"
+        f"{spec[:60]!r} is no length of 1 to {MAX_LENGTH}: write 512, 64-512 (uniform) or "
+        "lognormal:400:0.8 (median, shape)"
     )
 
 

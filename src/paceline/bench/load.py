@@ -82,6 +82,7 @@ class Load:
         self._seed = seed
         self._keeps_text = keeps_text
         self._num_sent = 0
+        self._has_ended_arrivals = False
         self._begin = 0.0
         self._stop = asyncio.Event()
         self._is_cut_short = False
@@ -132,8 +133,8 @@ class Load:
     async def _finish(self) -> None:
         """Close the window, give late answers their time, cut the rest."""
         window, now = self.recorder.window, time.perf_counter()
-        if self._is_cut_short or not math.isfinite(window.end):
-            window.end = now
+        if self._is_cut_short or self._has_ended_arrivals or self._is_all_sent():
+            window.end = min(window.end, now)  # the count, or the trace, came to its end first
         if self._tasks and self._limits.drain_s and not self._is_cut_short:
             self._stop.clear()
             stopped = asyncio.create_task(self._stop.wait())
@@ -171,6 +172,7 @@ class Load:
             if moment >= self.recorder.window.end or self._is_all_sent():
                 return
             yield moment
+        self._has_ended_arrivals = True
 
     def _is_all_sent(self) -> bool:
         limit = self._limits.num_requests

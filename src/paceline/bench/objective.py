@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from paceline.bench.units import parse_duration
+from paceline.bench.units import parse_span
 from paceline.errors import ParameterError
 
 METRICS = ("ttft", "tpot", "e2e", "itl")
@@ -50,8 +50,22 @@ def parse_objectives(specs: Sequence[str]) -> Objectives:
         if kind in limits:
             whose = f"class {kind!r}" if kind else "all classes"
             raise ParameterError(f"two objectives for {whose}: join them with commas")
-        limits[kind] = dict(_limit(item, spec) for item in rest.split(","))
+        limits[kind] = {}
+        for metric, limit in (_limit(item, spec) for item in rest.split(",")):
+            if metric in limits[kind]:
+                raise ParameterError(f"{spec!r} names {metric} twice: leave one of the two out")
+            limits[kind][metric] = limit
     return Objectives(limits)
+
+
+def check_classes(objectives: Objectives, kinds: Collection[str]) -> None:
+    """Refuse an objective for a class that no request of the workload has."""
+    for kind in objectives.limits:
+        if kind and kind not in kinds:
+            raise ParameterError(
+                f"--slo names the class {kind!r}, which the workload does not have: its classes "
+                f"are {', '.join(sorted(kinds))}"
+            )
 
 
 def _limit(item: str, spec: str) -> tuple[str, float]:
@@ -61,4 +75,4 @@ def _limit(item: str, spec: str) -> tuple[str, float]:
             f"{item!r} in {spec!r} is no objective: write METRIC=DURATION with one of "
             f"{', '.join(METRICS)}, such as ttft=300ms,tpot=50ms"
         )
-    return metric, parse_duration(value)
+    return metric, parse_span(value, f"{metric} in {spec!r}")

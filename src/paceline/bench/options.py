@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.bench.lengths import Length, parse_length
-from paceline.bench.units import parse_positive
+from paceline.bench.lengths import MAX_LENGTH, Length, parse_length
+from paceline.bench.units import parse_integer, parse_positive
 from paceline.config import parse_spec
 from paceline.errors import ParameterError
 
@@ -30,9 +30,7 @@ class SpecOptions:
         value = self.text(key)
         if value is None:
             return default
-        if not value.isdecimal() or int(value) < low:
-            raise ParameterError(f"{key} is {value!r}: it must be an integer of at least {low}")
-        return int(value)
+        return parse_integer(value, key, low, MAX_LENGTH)
 
     def number(self, key: str, default: float) -> float:
         value = self.text(key)

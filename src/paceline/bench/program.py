@@ -9,7 +9,6 @@ import resource
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,10 +49,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`document` is the JSON summary, `plots` stand beside its stages."""
+    """`document` is the JSON summary, `plots` stand beside its stages. `log_error` says why the
+    log is not whole."""
 
     document: dict[str, Any]
     plots: list[dict[str, Any]]
+    log_error: str | None = None
 
 
 def run_program(
@@ -65,15 +66,18 @@ def run_program(
     """Run it all. Ctrl-C ends the run and reports what there is; a second one ends the process."""
     _allow_many_files()
     with contextlib.ExitStack() as stack:
-        write_line = None
-        if log is not None:
-            write_line = partial(_write, stack.enter_context(_open_log(log)))
+        lines = None if log is None else _Log(log)
+        if lines is not None:
+            stack.callback(lines.close)
+        write_line = None if lines is None else lines.write
         session = Session(write_line=write_line, on_progress=on_progress)
         runner = stack.enter_context(asyncio.Runner(loop_factory=_new_loop))
         result = runner.run(_run(program, session))
-        if write_line is not None:
-            write_line({"type": "summary", **result.document})
-    return result
+        if lines is None:
+            return result
+        lines.write({"type": "summary", **result.document})
+        lines.close()
+        return replace(result, log_error=lines.error)
 
 
 async def _run(program: Program, session: Session) -> Result:
@@ -172,12 +176,29 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _open_log(path: Path) -> IO[bytes]:
-    try:
-        return path.open("wb")
-    except OSError as error:
-        raise ParameterError(f"--log {path} cannot be written: {error.strerror}") from None
+class _Log:
+    """The lines of a run. A disk that fails ends the log, and `error` says so: not the run."""
 
+    def __init__(self, path: Path) -> None:
+        self.error: str | None = None
+        self._path = path
+        try:
+            self._file: IO[bytes] = path.open("wb")
+        except OSError as error:
+            raise ParameterError(f"--log {path} cannot be written: {error.strerror}") from None
 
-def _write(file: IO[bytes], line: dict[str, Any]) -> None:
-    file.write(msgspec.json.encode(line) + b"\n")
+    def write(self, line: dict[str, Any]) -> None:
+        if self.error is None:
+            try:
+                self._file.write(msgspec.json.encode(line) + b"\n")
+            except OSError as error:
+                self._fail(error)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.error = self.error or f"--log {self._path} could not be written: {error.strerror}"

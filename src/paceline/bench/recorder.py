@@ -34,7 +34,9 @@ class Window:
 
     @property
     def duration_s(self) -> float:
-        return self.end - self.start if math.isfinite(self.end - self.start) else 0.0
+        """Seconds; 0 for a run that ended in its warm-up."""
+        seconds = self.end - self.start
+        return max(0.0, seconds) if math.isfinite(seconds) else 0.0
 
     def count(self, moments: np.ndarray[Any, Any]) -> int:
         return int(np.count_nonzero((moments >= self.start) & (moments <= self.end)))

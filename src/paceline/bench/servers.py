@@ -51,9 +51,11 @@ class Settings:
 def running(names: Sequence[str], settings: Settings) -> Iterator[list[tuple[str, str]]]:
     """Yield (name, URL) of servers that are up; "paceline" is our own. They end with the block."""
     with contextlib.ExitStack() as stack:
-        # Told to end, this process must still end its servers.
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        stack.callback(signal.signal, signal.SIGTERM, before)
+        # Told to end, or left by its terminal, this process must still end its servers.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                before = signal.signal(number, lambda number, _: sys.exit(128 + number))
+                stack.callback(signal.signal, number, before)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
         (folder / "lib").mkdir()
         # A peer's Python sees our package and nothing else that is installed beside it.

@@ -62,7 +62,13 @@ def parse_target(text: str) -> tuple[str, str]:
     """Split "name=URL" into its parts; without a name the URL's host and port are it."""
     name, equals, url = text.partition("=")
     if not equals or "/" in name or ":" in name:
-        return urlsplit(text if "://" in text else f"http://{text}").netloc or text, text
+        try:
+            place = urlsplit(text if "://" in text else f"http://{text}").netloc
+        except ValueError as error:
+            raise ParameterError(
+                f"--target is {text!r}, which is no URL ({error}): write http://host:port"
+            ) from None
+        return place or text, text
     if not name or not url:
         raise ParameterError(f"--target is {text!r}: write URL or name=URL")
     return name, url

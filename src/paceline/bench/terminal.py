@@ -99,7 +99,9 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     for error in stage["errors"][:5]:
-        console.print(f"  {error['count']} x {error['what']}", style="red", highlight=False)
+        console.print(
+            f"  {error['count']} x {error['what']}", style="red", markup=False, highlight=False
+        )
     console.print(_latency_table(stage))
     rates = stage["throughput"]
     console.print(
@@ -214,7 +216,7 @@ def _print_stages(stages: Sequence[dict[str, Any]], console: Console) -> None:
     for stage in stages:
         for error in stage["errors"][:2]:
             console.print(f"{_name(stage)}: {error['count']} x {error['what']}", style="red",
-                          highlight=False)  # fmt: skip
+                          markup=False, highlight=False)  # fmt: skip
         if stage["client"]["is_bottleneck"]:
             _print_client(stage, console)
 

@@ -81,6 +81,11 @@ class Tools:
     max_tokens: int
     fixes_length: bool = False
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        names = {"call": ("tool-call",), "json": ("json",)}
+        return names.get(self.mode, ("tool-call", "json"))
+
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")
         mode = ("call", "json")[idx % 2] if self.mode == "both" else self.mode

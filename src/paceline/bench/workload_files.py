@@ -33,6 +33,10 @@ class Listed:
     items: Sequence[Conversation]
     fixes_length: bool = False
 
+    @property
+    def kinds(self) -> set[str]:
+        return {item.kind for item in self.items}
+
     def conversation(self, seed: str, idx: int) -> Conversation:
         lap, position = divmod(idx, len(self.items))
         return self.items[_order(seed, lap, len(self.items))[position]]
@@ -52,6 +56,7 @@ class Traced:
     prose: Prose
     arrived: Sequence[Arrived]
     fixes_length: bool = True
+    kinds: tuple[str, ...] = ("trace",)
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")

@@ -33,6 +33,10 @@ class Synthetic:
     kind: str = "synthetic"
     fixes_length: bool = True
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.kind,)
+
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")
         num_input, num_output = self.input_tokens(rng), self.output_tokens(rng)
@@ -50,6 +54,7 @@ class Chat:
     num_turns: Length
     max_context: int
     fixes_length: bool = True
+    kinds: tuple[str, ...] = ("chat",)
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")
@@ -76,6 +81,7 @@ class SharedPrefix:
     input_tokens: Length
     output_tokens: Length
     fixes_length: bool = True
+    kinds: tuple[str, ...] = ("shared-prefix",)
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")
@@ -97,6 +103,7 @@ class Rag:
     input_tokens: Length
     output_tokens: Length
     fixes_length: bool = True
+    kinds: tuple[str, ...] = ("rag",)
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")
@@ -121,6 +128,7 @@ class Mixed:
     long_output: Length
     long_share: float
     fixes_length: bool = True
+    kinds: tuple[str, ...] = ("chat", "long")
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:mix:{idx}")

@@ -11,15 +11,18 @@ import typer
 from paceline.cli.bench_offline import offline
 from paceline.cli.bench_values import (
     check_names,
+    check_outputs,
+    check_server_options,
     read_endpoint,
     read_fields,
     read_headers,
     read_limits,
     read_loads,
+    read_price,
     read_share,
     server_settings,
 )
-from paceline.errors import ParameterError
+from paceline.errors import PacelineError, ParameterError
 
 if TYPE_CHECKING:
     from paceline.bench.program import Program
@@ -50,8 +53,9 @@ def bench(
         _option(TARGETS, "--serve", help="Start `paceline serve` on this model, and measure it."),
     ] = None,
     serve_arguments: Annotated[
-        str, _option(TARGETS, "--serve-with", help="More options of `paceline serve`, in quotes.")
-    ] = "",
+        str | None,
+        _option(TARGETS, "--serve-with", help="More options of `paceline serve`, in quotes."),
+    ] = None,
     peer: Annotated[
         list[str] | None,
         _option(
@@ -73,11 +77,12 @@ def bench(
         _option(TARGETS, "--threads", min=1, help="Threads of the servers that are started."),
     ] = None,
     slots: Annotated[
-        int, _option(TARGETS, "--slots", min=1, help="Streams at once in a peer (8).")
-    ] = 8,
+        int | None, _option(TARGETS, "--slots", min=1, help="Streams at once in a peer (8).")
+    ] = None,
     context: Annotated[
-        int, _option(TARGETS, "--context", min=256, help="Tokens of a stream in a peer (8192).")
-    ] = 8192,
+        int | None,
+        _option(TARGETS, "--context", min=256, help="Tokens of a stream in a peer (8192)."),
+    ] = None,
     model: Annotated[
         str | None,
         _option(TARGETS, "--model", help="Model to ask for. Default: the first that is listed."),
@@ -143,6 +148,7 @@ def bench(
             LOAD,
             "--concurrency",
             min=1,
+            max=10_000,
             help="Closed loop: so many users at once (1 is the default load).",
         ),
     ] = None,
@@ -217,8 +223,9 @@ def bench(
         ),
     ] = None,
     at_least: Annotated[
-        str, _option(REPORT, "--at-least", help="Share within the objective for --find-rate (95%).")
-    ] = "95%",
+        str | None,
+        _option(REPORT, "--at-least", help="Share within the objective for --find-rate (95%)."),
+    ] = None,
     price: Annotated[
         float | None, _option(REPORT, "--price", min=0, help="Cost of the machine an hour.")
     ] = None,
@@ -255,15 +262,20 @@ def bench(
     """
     if ctx.invoked_subcommand is not None:
         return
-    from paceline.bench.objective import parse_objectives
+    from paceline.bench.objective import check_classes, parse_objectives
     from paceline.bench.program import Program
     from paceline.bench.prose import token_counter
     from paceline.bench.servers import running
     from paceline.bench.stage import Plan
-    from paceline.bench.summary import Price
     from paceline.bench.target import parse_target
     from paceline.bench.workloads import build_workload
 
+    check_outputs(log, html)
+    check_server_options(
+        serve, peer,
+        {"--serve-with": serve_arguments, "--peer-model": peer_model, "--slots": slots,
+         "--peer-python": peer_python, "--context": context, "--threads": threads},
+    )  # fmt: skip
     urls = [parse_target(text) for text in target or ()]
     started = ["paceline"] if serve is not None else []
     started += peer or []
@@ -278,10 +290,13 @@ def bench(
         ),
         seed=str(seed),
         count_tokens=count_tokens,
-        price=Price(per_hour=price, watts=watts),
+        price=read_price(price, watts),
     )
+    check_classes(plan.objectives, built.kinds)
     if find_rate and not plan.objectives:
         raise ParameterError("--find-rate needs an objective: give --slo ttft=500ms,tpot=50ms")
+    if find_rate and rounds is not None:
+        raise ParameterError("--rounds has no effect with --find-rate: it tries each rate once")
     program = Program(
         urls=urls,
         plan=plan,
@@ -291,7 +306,7 @@ def bench(
         headers=read_headers(api_key, header or (), server_timings=server_timings),
         fields=read_fields(body),
         ignores_eos=built.fixes_length if ignore_eos is None else ignore_eos,
-        at_least=read_share(at_least),
+        at_least=read_share(at_least, find_rate=find_rate),
         config={
             "workload": workload, "seed": seed, "concurrency": concurrency, "rate": rate,
             "arrival": arrival, "sweep": sweep, "requests": requests, "duration": duration,
@@ -319,11 +334,21 @@ def _run_and_report(
 
     with LiveLine() as line:
         result = run_program(program, log=log, on_progress=line.update)
+    failures = [] if result.log_error is None else [result.log_error]
     if html is not None:
         from paceline.bench.html import write_html
 
-        write_html(html, result)
+        try:
+            write_html(html, result)
+        except ParameterError as error:  # the run took long: its figures are shown all the same
+            failures.append(str(error))
+    document = result.document
     if as_json:
-        print(json.dumps(result.document, ensure_ascii=False))
+        print(json.dumps(document, ensure_ascii=False))
     else:
-        print_report(result.document, report_console())
+        print_report(document, report_console())
+    if not any(stage["requests"]["ok"] for stage in document["stages"]):
+        what = "interrupted before" if document["interrupted"] else "the run ended without"
+        failures.append(f"{what} one complete answer: there is nothing to report")
+    if failures:
+        raise PacelineError("; ".join(failures))

@@ -9,9 +9,14 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from paceline.bench.lengths import MAX_LENGTH
+from paceline.bench.units import parse_integer
 from paceline.cli.options import Model, engine_options
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
+
+MAX_BATCH = 10_000
+MAX_THREADS = 1024
 
 
 @engine_options
@@ -25,7 +30,7 @@ def offline(
         str, typer.Option("--input", help="Tokens of each prompt; several as 128,2048.")
     ] = "512",
     output_tokens: Annotated[
-        int, typer.Option("--output", min=2, help="Tokens of each answer.")
+        int, typer.Option("--output", min=2, max=MAX_LENGTH, help="Tokens of each answer.")
     ] = 64,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, help="Rounds over all cells, after one to warm up.")
@@ -47,9 +52,10 @@ def offline(
     from paceline.bench.terminal import offline_status, print_offline
     from paceline.cli.loading import load
 
-    batches, inputs = _counts(batch, "--batch"), _counts(input_tokens, "--input")
-    config = msgspec.structs.replace(config, max_num_seqs=max(config.max_num_seqs, *batches))
-    loaded = load(model, config)
+    batches = read_counts(batch, "--batch", MAX_BATCH)
+    inputs = read_counts(input_tokens, "--input", MAX_LENGTH)
+    loaded = load(model, with_room(config, max(batches)))
+    check_fits(max(inputs), output_tokens, loaded.config.max_model_len)
     cells = list(grid(batches, inputs, output_tokens))
     with offline_status() as say:
         rows = measure(
@@ -75,8 +81,26 @@ def offline(
         print_offline(document)
 
 
-def _counts(text: str, what: str) -> Sequence[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-        raise ParameterError(f"{what} is {text!r}: write numbers of at least 1, such as 1,8,32")
-    return [int(part) for part in parts]
+def read_counts(text: str, what: str, high: int) -> Sequence[int]:
+    return [parse_integer(part, what, 1, high) for part in text.split(",")]
+
+
+def with_room(config: EngineConfig, batch: int) -> EngineConfig:
+    """Return a config that runs the whole batch at once. Raises where the user's own does not."""
+    default = EngineConfig().max_num_seqs
+    if config.max_num_seqs != default and config.max_num_seqs < batch:
+        raise ParameterError(
+            f"--max-num-seqs is {config.max_num_seqs}, less than a --batch of {batch}: raise it, "
+            "or leave it out"
+        )
+    if config.num_threads is not None and config.num_threads > MAX_THREADS:
+        raise ParameterError(f"--threads is {config.num_threads}: it must be at most {MAX_THREADS}")
+    return msgspec.structs.replace(config, max_num_seqs=max(config.max_num_seqs, batch))
+
+
+def check_fits(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
+    if max_model_len is not None and input_tokens + output_tokens > max_model_len:
+        raise ParameterError(
+            f"--input {input_tokens} and --output {output_tokens} do not fit a context of "
+            f"{max_model_len} tokens: ask for less, or raise --max-model-len"
+        )

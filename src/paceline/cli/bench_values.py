@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,13 @@ if TYPE_CHECKING:
     from paceline.bench.arrivals import Arrivals, Closed
     from paceline.bench.load import Limits
     from paceline.bench.servers import Settings
+    from paceline.bench.summary import Price
     from paceline.bench.target import Endpoint
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_DEFAULT_SHARE = 0.95
+_LAST_LATIN_1 = 0xFF
+_MAX_WARMUP = 1_000_000
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
@@ -33,6 +42,41 @@ def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
         raise ParameterError("two targets have one name: write --target NAME=URL")
 
 
+def check_outputs(log: Path | None, html: Path | None) -> None:
+    """Refuse files that cannot be written, before the run that they are for."""
+    for name, path in (("--log", log), ("--html", html)):
+        if path is None:
+            continue
+        if path == Path():  # an empty text
+            raise ParameterError(f"{name} is empty: name a file to write")
+        if path.is_dir():
+            raise ParameterError(f"{name} {path} is a folder: name a file to write")
+        if not path.absolute().parent.is_dir():
+            raise ParameterError(f"{name} {path} cannot be written: its folder does not exist")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise ParameterError(f"{name} {path} cannot be written: permission denied")
+    if log is not None and html is not None and log.resolve() == html.resolve():
+        raise ParameterError(f"--log and --html are both {log}: name two files")
+
+
+def check_server_options(
+    serve: str | None, peers: Sequence[str] | None, given: Mapping[str, object]
+) -> None:
+    """Refuse options of servers that are not started: they would do nothing."""
+    needs_peer = ("--slots", "--context", "--peer-python", "--peer-model")
+    for name, value in given.items():
+        if value is None or value == []:
+            continue
+        if name == "--serve-with" and serve is None:
+            raise ParameterError(f"{name} has no effect without --serve MODEL")
+        if name in needs_peer and not peers:
+            raise ParameterError(f"{name} has no effect without --peer")
+        if name == "--peer-model" and serve is not None:
+            raise ParameterError(f"{name} has no effect with --serve: peers take its model")
+        if serve is None and not peers:
+            raise ParameterError(f"{name} has no effect without --serve or --peer")
+
+
 def read_endpoint(text: str) -> Endpoint:
     if text not in ("chat", "completions"):
         raise ParameterError(f"--endpoint is {text!r}: choose chat or completions")
@@ -41,11 +85,11 @@ def read_endpoint(text: str) -> Endpoint:
 
 def server_settings(
     model: str | None,
-    serve_arguments: str,
+    serve_arguments: str | None,
     pythons: Sequence[str],
     threads: int | None,
-    slots: int,
-    context: int,
+    slots: int | None,
+    context: int | None,
 ) -> Settings:
     """Return what the servers that the bench starts share; their model is fetched if need be."""
     from paceline.bench.servers import Settings, parse_pythons
@@ -54,12 +98,18 @@ def server_settings(
 
     if model is None:
         raise ParameterError("--peer needs a model: give --serve MODEL or --peer-model MODEL")
+    try:
+        arguments = shlex.split(serve_arguments or "")
+    except ValueError as error:
+        raise ParameterError(
+            f"--serve-with is {serve_arguments!r}, which is no command line: {error}"
+        ) from None
     return Settings(
         model=find_model(model).resolve(),
         num_threads=resolve_num_threads(threads)[0],
-        slots=slots,
-        context=context,
-        serve_arguments=shlex.split(serve_arguments),
+        slots=slots or 8,
+        context=context or 8192,
+        serve_arguments=arguments,
         pythons=parse_pythons(pythons),
     )
 
@@ -84,6 +134,10 @@ def read_loads(
         )
     if not is_open:
         return {"loads": [({}, Closed(concurrency or 1))]}
+    if arrival.split(":")[0] == "ramp" and (sweep is not None or find_rate):
+        raise ParameterError(
+            f"--arrival {arrival} changes its own rate: leave out --sweep and --find-rate"
+        )
     if find_rate:
         if sweep is not None:
             raise ParameterError("--find-rate chooses its own rates: leave out --sweep")
@@ -111,7 +165,7 @@ def read_limits(
     is_search: bool,
 ) -> Limits:
     from paceline.bench.load import Limits
-    from paceline.bench.units import parse_duration
+    from paceline.bench.units import parse_duration, parse_integer, parse_span
 
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
@@ -120,13 +174,14 @@ def read_limits(
     if duration is None and requests is None and not arrival.startswith("replay"):
         duration = "30s"
     is_count = warmup.isdecimal()
+    num_warmup = parse_integer(warmup, "--warmup", 0, _MAX_WARMUP) if is_count else 0
     return Limits(
         num_requests=requests,
-        duration_s=None if duration is None else parse_duration(duration),
-        warmup_s=0.0 if is_count else parse_duration(warmup),
-        warmup_requests=int(warmup) if is_count else 0,
-        drain_s=parse_duration(drain),
-        timeout_s=parse_duration(timeout),
+        duration_s=None if duration is None else parse_span(duration, "--duration"),
+        warmup_s=0.0 if is_count else parse_duration(warmup, "--warmup"),
+        warmup_requests=num_warmup,
+        drain_s=parse_duration(drain, "--drain"),
+        timeout_s=parse_span(timeout, "--timeout"),
     )
 
 
@@ -136,17 +191,40 @@ def read_headers(
     found = {"X-Paceline-Timings": "true"} if server_timings else {}
     for text in headers:
         name, colon, value = text.partition(":")
-        if not colon or not name.strip() or "\n" in text or "\r" in text:
+        if not colon or _HEADER_NAME.fullmatch(name.strip()) is None:
             raise ParameterError(f"--header is {text!r}: write 'Name: value'")
-        found[name.strip()] = value.strip()
+        found[name.strip()] = _header_value(value.strip(), f"--header {name.strip()}")
     if api_key is not None:
         if api_key.startswith("@"):
             try:
                 api_key = Path(api_key[1:]).read_text(encoding="utf-8").strip()
-            except OSError as error:
-                raise ParameterError(f"--api-key {api_key}: {error.strerror}") from None
-        found["Authorization"] = f"Bearer {api_key}"
+            except UnicodeDecodeError:
+                raise ParameterError(f"--api-key {api_key}: the file is no UTF-8 text") from None
+            except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+                reason = getattr(error, "strerror", None) or error
+                raise ParameterError(f"--api-key {api_key}: {reason}") from None
+        found["Authorization"] = f"Bearer {_header_value(api_key, '--api-key')}"
     return found
+
+
+def _header_value(value: str, what: str) -> str:
+    """Return a value that HTTP can carry. Raises ParameterError, without the value: it may be
+    secret."""
+    for char in value:
+        if not char.isprintable() and char != "\t":
+            raise ParameterError(f"{what} holds the control character {char!r}: leave it out")
+        if ord(char) > _LAST_LATIN_1:
+            raise ParameterError(f"{what} holds {char!r}: a header has Latin-1 characters alone")
+    return value
+
+
+def read_price(per_hour: float | None, watts: float | None) -> Price:
+    from paceline.bench.summary import Price
+
+    for name, value in (("--price", per_hour), ("--watts", watts)):
+        if value is not None and not math.isfinite(value):
+            raise ParameterError(f"{name} is {value}: it must be a number of at least 0")
+    return Price(per_hour=per_hour, watts=watts)
 
 
 def read_fields(body: str | None) -> dict[str, Any]:
@@ -163,9 +241,13 @@ def read_fields(body: str | None) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def read_share(text: str) -> float:
+def read_share(text: str | None, *, find_rate: bool) -> float:
     from paceline.bench.units import parse_positive
 
+    if text is None:
+        return _DEFAULT_SHARE
+    if not find_rate:
+        raise ParameterError("--at-least has no effect without --find-rate")
     value = parse_positive(text.removesuffix("%"), "--at-least")
     value = value / 100 if text.endswith("%") else value
     if value > 1:

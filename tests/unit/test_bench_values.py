@@ -1,0 +1,169 @@
+"""What `paceline bench` accepts, and what it refuses by name."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from paceline.bench.http import Origin
+from paceline.bench.target import parse_target
+from paceline.cli.bench_offline import check_fits, read_counts, with_room
+from paceline.cli.bench_values import (
+    check_outputs,
+    check_server_options,
+    read_headers,
+    read_limits,
+    read_loads,
+    read_price,
+    read_share,
+    server_settings,
+)
+from paceline.cli.trace import base_address
+from paceline.config import EngineConfig
+from paceline.errors import ParameterError
+
+
+def limits(**changes):
+    given = {"requests": None, "duration": None, "warmup": "0", "drain": "0s", "timeout": "600s"}
+    return read_limits(**{**given, **changes}, arrival="poisson", is_search=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("duration", "0s"), ("timeout", "0ms"), ("duration", "99999999h"), ("drain", "soon"),
+        ("warmup", "1000001"), ("warmup", "9" * 5000), ("warmup", "-1s"),
+    ],
+)  # fmt: skip
+def test_a_limit_that_makes_no_sense_is_refused_by_name(name, text):
+    with pytest.raises(ParameterError, match=f"--{name} is "):
+        limits(**{name: text})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_price_that_is_no_number_is_refused_by_name(value):
+    with pytest.raises(ParameterError, match="--price is"):
+        read_price(value, None)
+    with pytest.raises(ParameterError, match="--watts is"):
+        read_price(1.0, value)
+
+
+@pytest.mark.parametrize(
+    ("headers", "what"),
+    [
+        (["X-A: \u20ac"], "--header X-A holds '\u20ac'"),
+        (["X-A: a\r\nX-B: b"], "--header X-A holds the control"),
+        (["X-A: a\x00"], "--header X-A holds the control"),
+        (["X \u20ac: a"], "--header is "),
+        (["X-A"], "--header is "),
+    ],
+)
+def test_a_header_that_http_cannot_carry_is_refused_by_name(headers, what):
+    with pytest.raises(ParameterError, match=what):
+        read_headers(None, headers)
+
+
+def test_a_key_that_cannot_be_sent_or_read_is_refused_and_not_shown(tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(b"\xff\xfe")
+    for key, what in (("s\u20ac", "holds"), (f"@{path}", "no UTF-8"), (f"@{path}2", "No such")):
+        with pytest.raises(ParameterError, match=f"--api-key.* {what}") as found:
+            read_headers(key, [])
+        assert "s\u20ac" not in str(found.value)
+    assert read_headers("s\u00e9", []) == {"Authorization": "Bearer s\u00e9"}
+
+
+def test_addresses_that_are_none_are_refused():
+    with pytest.raises(ParameterError, match="--target is 'http://\\[::1'"):
+        parse_target("http://[::1")
+    for url in ("http://[::1", f"http://{'a' * 99}.b", "localhost/\u00fc", "localhost?a=1",
+                "http://me:secret@localhost"):  # fmt: skip
+        with pytest.raises(ParameterError):
+            Origin.parse(url)
+
+
+def test_options_of_serve_with_an_open_quote_are_refused_by_name():
+    with pytest.raises(ParameterError, match=r"--serve-with is .*No closing quotation"):
+        server_settings("x", "--host 'a", (), None, 8, 8192)
+
+
+def test_trace_takes_the_addresses_that_bench_takes():
+    for text in ("localhost:8731", "http://localhost:8731/", "localhost:8731/v1"):
+        assert base_address(text) == "http://localhost:8731"
+    for text in ("", "ftp://a", "http://[::1", "a:99999"):
+        with pytest.raises(ParameterError, match="is no address"):
+            base_address(text)
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_run(tmp_path):
+    for path, what in (
+        ("", "is empty"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "a" / "b", "exist"),
+    ):
+        with pytest.raises(ParameterError, match=f"--html .*{what}"):
+            check_outputs(None, Path(path))
+    with pytest.raises(ParameterError, match="--log is empty"):
+        check_outputs(Path(), None)
+    (tmp_path / "same").symlink_to(tmp_path / "a")
+    with pytest.raises(ParameterError, match="--log and --html are both"):
+        check_outputs(tmp_path / "a", tmp_path / "same")
+    check_outputs(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("serve", "peers", "name", "value", "what"),
+    [
+        (None, None, "--serve-with", "--port 1", "without --serve MODEL"),
+        (None, ["openvino"], "--serve-with", "--port 1", "without --serve MODEL"),
+        (None, None, "--threads", 2, "without --serve or --peer"),
+        (None, None, "--slots", 8, "without --peer"),
+        ("m", None, "--context", 8192, "without --peer"),
+        ("m", None, "--peer-python", ["openvino=a"], "without --peer"),
+        (None, None, "--peer-model", "m", "without --peer"),
+        ("m", ["openvino"], "--peer-model", "m", "with --serve"),
+    ],
+)
+def test_options_of_servers_that_are_not_started_are_refused_by_name(
+    serve, peers, name, value, what
+):
+    with pytest.raises(ParameterError, match=f"{name} has no effect {what}"):
+        check_server_options(serve, peers, {name: value})
+    check_server_options(serve, peers, {name: None})
+
+
+def test_options_of_servers_that_are_started_are_taken():
+    given = {"--serve-with": "--port 1", "--slots": 4, "--peer-python": ["openvino=a"]}
+    check_server_options("m", ["openvino"], given)
+    check_server_options("m", None, {"--threads": 2})
+    check_server_options(None, ["openvino"], {"--peer-model": "m"})
+
+
+def test_a_share_without_a_search_is_refused():
+    assert read_share(None, find_rate=False) == 0.95
+    assert read_share("90%", find_rate=True) == 0.9
+    with pytest.raises(ParameterError, match="--at-least has no effect"):
+        read_share("90%", find_rate=False)
+
+
+def test_a_ramp_has_an_end_and_neither_a_sweep_nor_a_search():
+    with pytest.raises(ParameterError, match="needs to=RATE"):
+        read_loads(None, "1", "ramp", None, find_rate=False)
+    for sweep, find_rate in (("1,2", False), (None, True)):
+        with pytest.raises(ParameterError, match="changes its own rate"):
+            read_loads(None, None, "ramp:to=4", sweep, find_rate=find_rate)
+
+
+def test_offline_refuses_what_does_not_fit():
+    for text in ("0", "1,x", "10001", "9" * 5000):
+        with pytest.raises(ParameterError, match="--batch is "):
+            read_counts(text, "--batch", 10_000)
+    assert with_room(EngineConfig(), 64).max_num_seqs == 64
+    with pytest.raises(ParameterError, match="--max-num-seqs is 4, less than a --batch of 8"):
+        with_room(EngineConfig(max_num_seqs=4), 8)
+    with pytest.raises(ParameterError, match="--threads is 2000"):
+        with_room(EngineConfig(num_threads=2000), 8)
+    check_fits(90, 10, 100)
+    with pytest.raises(ParameterError, match="--output 11 do not fit a context of 100"):
+        check_fits(90, 11, 100)
