@@ -239,13 +239,17 @@ def test_the_price_of_a_preemption_is_named(script):
     with LiveServer(script, num_threads=1, kv_memory_bytes=20 * 2**10, block_size=16,
                     max_model_len=300) as small:  # fmt: skip
         assert small.stats().num_blocks == 20  # two prompts of 150 fit, their answers do not
-        with ThreadPoolExecutor(2) as pool:
-            calls = list(pool.map(
-                lambda key: _completed(small, key, prompt="0" * 150, max_tokens=60), "ab"
-            ))  # fmt: skip
-        for call in calls:
-            assert_closes(call)
-        preempted = max(calls, key=lambda call: call["blame"]["num_preemptions"])
+        for attempt in range(20):  # on a busy machine the first may end before the second comes
+            keys = f"a{attempt}", f"b{attempt}"
+            with ThreadPoolExecutor(2) as pool:
+                calls = list(pool.map(
+                    lambda key: _completed(small, key, prompt="0" * 150, max_tokens=60), keys
+                ))  # fmt: skip
+            for call in calls:
+                assert_closes(call)
+            preempted = max(calls, key=lambda call: call["blame"]["num_preemptions"])
+            if preempted["blame"]["num_preemptions"]:
+                break
         assert preempted["blame"]["num_preemptions"] >= 1
         assert preempted["blame"]["preemption_ms"] == pytest.approx(
             preempted["parts_ms"]["recompute"] + preempted["parts_ms"]["queue_kv"], rel=0.5
