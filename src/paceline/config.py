@@ -10,6 +10,8 @@ from paceline.errors import ParameterError
 
 KVDtype = Literal["f16", "bf16", "f32"]
 KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32")
+Activations = Literal["q8", "f32"]
+ACTIVATIONS: tuple[Activations, ...] = ("q8", "f32")
 MAX_STEP = 2**20  # tokens and sequences of one step
 
 
@@ -22,6 +24,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens a KV block
     kv_dtype: KVDtype = "f16"
     kv_memory_bytes: int | None = None  # default: a share of the memory that is free
+    activations: Activations = "q8"  # what linears over quantised weights read
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
@@ -49,11 +52,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 raise ParameterError(
                     f"{name} is {value!r}: it must be a {kind.__name__}", param=name
                 )
-        if self.kv_dtype not in KV_DTYPES:
-            raise ParameterError(
-                f"kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}",
-                param="kv_dtype",
-            )
+        for name, choices in (("kv_dtype", KV_DTYPES), ("activations", ACTIVATIONS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ParameterError(
+                    f"{name} is {value!r}: choose one of {', '.join(choices)}", param=name
+                )
         if self.block_size % 16 or self.block_size > 256:
             raise ParameterError(
                 f"block_size is {self.block_size}: choose a multiple of 16, at most 256",

@@ -32,7 +32,8 @@ class NativeBackend:
     """Runs plans on the CPU, `num_threads` wide (None: what affinity mask and cgroup quota allow).
 
     `isa` forces one kernel table. `cache_path` is a file that keeps the packed weights of the
-    source that `fingerprint` identifies, so that the next start maps them.
+    source that `fingerprint` identifies, so that the next start maps them. `activations` is what
+    linears over quantised weights read: q8, or f32, exact and slower.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class NativeBackend:
         isa: str | None = None,
         cache_path: Path | None = None,
         fingerprint: str = "",
+        activations: str = "q8",
     ) -> None:
         self.num_threads, self.num_threads_reason = resolve_num_threads(num_threads)
         self._isa = isa
         self._cache_path = cache_path
         self._fingerprint = fingerprint
+        self._activations = activations
         self._program: Any = None
 
     @property
@@ -58,7 +61,7 @@ class NativeBackend:
     ) -> None:
         self.close()
         formats = {name: weights[name].format for op in plan.ops for name in op.weights}
-        self.plan = lower(plan, formats)
+        self.plan = lower(plan, formats, activations=self._activations)
         readers = [op for op in self.plan.ops if op.name in ("embed", "linear")]
         matrices = [name for op in readers for name in op.weights]
         packed = pack_all(

@@ -59,6 +59,14 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[str, _engine("--kv-dtype", "KV cache format: f16, bf16 or f32.")],
         _DEFAULTS.kv_dtype,
     ),
+    "activations": (
+        Annotated[
+            str,
+            _engine("--activations", "What linears over quantised weights read: q8, or f32, exact "
+                    "and slower."),
+        ],
+        _DEFAULTS.activations,
+    ),
     "block_size": (
         Annotated[int, _engine("--block-size", "Tokens in a KV block, a multiple of 16.")],
         _DEFAULTS.block_size,

@@ -246,7 +246,10 @@ def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[B
             cache_path = packed_cache_path(path)
             fingerprint = source_fingerprint(source_files(path))
         native = NativeBackend(
-            num_threads=config.num_threads, cache_path=cache_path, fingerprint=fingerprint
+            num_threads=config.num_threads,
+            cache_path=cache_path,
+            fingerprint=fingerprint,
+            activations=config.activations,
         )
         return native, native.num_threads
     if config.backend == "reference":
