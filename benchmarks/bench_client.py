@@ -6,7 +6,7 @@ Three checks against scripted servers in processes of their own:
 - streams: 500 streams at once, 20 tokens/s each; the client's CPU share and its lag;
 - memory: a million tokens; the growth of the client's resident memory.
 
-    python benchmarks/bench_client.py [--json FILE]
+    python benchmarks/bench_client.py [--json FILE] [--log FILE] [truth streams memory]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -168,7 +169,7 @@ def check_memory(log: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--log", type=Path, default=Path("/tmp/bench_client.jsonl"))
+    parser.add_argument("--log", type=Path, help="keep the lines of the last check's requests")
     parser.add_argument("checks", nargs="*", default=["truth", "streams", "memory"])
     arguments = parser.parse_args()
     multiprocessing.set_start_method("spawn")
@@ -178,9 +179,10 @@ def main() -> None:
     report: dict[str, Any] = {"commit": commit, "machine": platform.processor() or "?",
                               "date": time.strftime("%Y-%m-%d")}  # fmt: skip
     checks = {"truth": check_truth, "streams": check_streams, "memory": check_memory}
-    for name in arguments.checks:
-        report[name] = checks[name](arguments.log)
-        print(json.dumps({name: report[name]}, indent=1))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.checks:
+            report[name] = checks[name](arguments.log or Path(folder) / "requests.jsonl")
+            print(json.dumps({name: report[name]}, indent=1))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
