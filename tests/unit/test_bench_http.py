@@ -11,9 +11,23 @@ import pytest
 from paceline.bench import packets
 from paceline.bench.answer import Answer
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
+from paceline.bench.program import _new_loop
 from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady
 
 BODY = b'{"stream":true}'
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, _new_loop])
+def run(request):
+    """Runs a coroutine in the loop of Python, and in that of the bench (uvloop, if installed)."""
+
+    def run(coroutine):
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            found = runner.run(coroutine)
+        assert not packets._Poll._polls
+        return found
+
+    return run
 
 
 async def ask(url: str, answer: Answer, body: bytes = BODY) -> float:
@@ -27,18 +41,18 @@ def serve_once(reply: bytes) -> str:
     """Return the address of a server that writes `reply` whatever it is asked, and closes."""
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def run() -> None:
+    def answer() -> None:
         connection, _ = listener.accept()
         connection.recv(65536)
         connection.sendall(reply)
         connection.close()
         listener.close()
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=answer, daemon=True).start()
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loop():
+def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loop(run):
     script = Script(((0, ROLE), (150, delta(content="a")), (500, FINISH + DONE)))
 
     async def ask_late(url: str, answer: Answer) -> None:
@@ -49,16 +63,16 @@ def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loo
 
     with FakeServer(lambda number, body: script) as server:
         answer = Answer(keeps_text=True)
-        asyncio.run(ask_late(server.url, answer))
+        run(ask_late(server.url, answer))
     assert answer.text == "a"
     (arrival,) = answer.arrivals
     assert arrival - server.served[0].written_at[1] == pytest.approx(0, abs=0.05)
 
 
-def test_an_answer_ends_with_its_last_packet_and_its_times_rise():
+def test_an_answer_ends_with_its_last_packet_and_its_times_rise(run):
     with FakeServer(lambda number, body: steady(ttft_ms=20, gap_ms=10, tokens=5)) as server:
         answer = Answer(keeps_text=True)
-        ended_at = asyncio.run(ask(server.url, answer))
+        ended_at = run(ask(server.url, answer))
     times = [answer.connected_at, answer.first_byte_at, *answer.arrivals, ended_at]
     assert times == sorted(times)
     assert ended_at - server.served[0].written_at[-1] == pytest.approx(0, abs=0.05)
@@ -74,18 +88,18 @@ def test_a_clock_that_was_set_back_makes_no_packet_younger_than_its_reading():
     assert packets._age_s([]) == 0
 
 
-def test_a_clock_that_was_set_forward_puts_no_packet_before_the_connection(monkeypatch):
+def test_a_clock_that_was_set_forward_puts_no_packet_before_the_connection(run, monkeypatch):
     monkeypatch.setattr(packets, "_age_s", lambda ancillary: 3600.0)
     with FakeServer(lambda number, body: steady(ttft_ms=5, gap_ms=1, tokens=2)) as server:
         answer = Answer(keeps_text=True)
-        asyncio.run(ask(server.url, answer))
+        run(ask(server.url, answer))
     assert list(answer.arrivals) == [answer.connected_at] * len(answer.arrivals)
 
 
-def test_a_body_without_a_length_ends_with_its_connection():
+def test_a_body_without_a_length_ends_with_its_connection(run):
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
     answer = Answer(keeps_text=True)
-    asyncio.run(ask(serve_once(head + delta(content="a") + FINISH), answer))
+    run(ask(serve_once(head + delta(content="a") + FINISH), answer))
     assert (answer.text, answer.finish_reason) == ("a", "stop")
 
 
@@ -97,24 +111,24 @@ def test_a_body_without_a_length_ends_with_its_connection():
         (b"nonsense\r\n\r\n", "no HTTP"),
     ],
 )
-def test_a_response_that_is_none_or_not_whole_is_a_broken_connection(reply, reason):
+def test_a_response_that_is_none_or_not_whole_is_a_broken_connection(run, reply, reason):
     with pytest.raises(ConnectionBrokenError, match=reason):
-        asyncio.run(ask(serve_once(reply), Answer(keeps_text=False)))
+        run(ask(serve_once(reply), Answer(keeps_text=False)))
 
 
-def test_a_port_where_nobody_listens_cannot_be_connected_to():
+def test_a_port_where_nobody_listens_cannot_be_connected_to(run):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionBrokenError, match="cannot connect"):
-        asyncio.run(ask(f"http://127.0.0.1:{port}", Answer(keeps_text=False)))
+        run(ask(f"http://127.0.0.1:{port}", Answer(keeps_text=False)))
 
 
-def test_a_server_that_leaves_while_a_long_request_is_sent_ends_the_request():
+def test_a_server_that_leaves_while_a_long_request_is_sent_ends_the_request(run):
     with pytest.raises(ConnectionBrokenError, match="connection lost"):
-        asyncio.run(ask(serve_once(b""), Answer(keeps_text=False), b"x" * 50_000_000))
+        run(ask(serve_once(b""), Answer(keeps_text=False), b"x" * 50_000_000))
 
 
-def test_a_cancelled_request_closes_its_connection():
+def test_a_cancelled_request_closes_its_connection(run):
     async def leave(server: FakeServer) -> None:
         asking = asyncio.create_task(ask(server.url, Answer(keeps_text=False)))
         await asyncio.sleep(0.1)
@@ -127,4 +141,12 @@ def test_a_cancelled_request_closes_its_connection():
 
     hanging = Script(((0, ROLE),), end="hang")
     with FakeServer(lambda number, body: hanging) as server:
-        asyncio.run(leave(server))
+        run(leave(server))
+
+
+def test_a_reset_is_a_broken_connection_at_once(run):
+    script = Script(((0, ROLE), (20, delta(content="a"))), end="reset")
+    with FakeServer(lambda number, body: script) as server:
+        for _ in range(5):
+            with pytest.raises(ConnectionBrokenError, match="reset by peer"):
+                run(ask(server.url, Answer(keeps_text=False)))

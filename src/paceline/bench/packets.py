@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
+import select
 import socket
 import struct
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 _SO_TIMESTAMPNS = 35  # of Linux; Python's socket module does not name it
 _TIMESPEC = struct.Struct("@ll")
@@ -37,6 +41,7 @@ class PacketConnection:
         self._reader = reader
         self._last = 0.0
         self._socket: socket.socket | None = None
+        self._poll: _Poll | None = None
 
     async def connect(self, address: str, port: int) -> None:
         """Raises OSError."""
@@ -46,10 +51,19 @@ class PacketConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):  # then the time is that of the read
             sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-        await self._loop.sock_connect(sock, (address, port))
+        self._poll = _Poll.of(self._loop)
+        code = sock.connect_ex((address, port))
+        if code == errno.EINPROGRESS:
+            opened = asyncio.Event()
+            self._poll.watch(sock, select.EPOLLOUT, opened.set)
+            await opened.wait()
+            self._poll.forget(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
         self._last = time.perf_counter()
         self._reader.on_connected(self._last)
-        self._loop.add_reader(sock.fileno(), self._read)
+        self._poll.watch(sock, select.EPOLLIN, self._read)
 
     async def write(self, data: bytes, until: asyncio.Future[float]) -> None:
         """Send all, or what the other side takes before `until` is done or the connection ends.
@@ -75,8 +89,9 @@ class PacketConnection:
 
     def close(self) -> None:
         """Close now; nothing is read any more."""
-        if self._socket is not None and self._socket.fileno() >= 0:
-            self._loop.remove_reader(self._socket.fileno())
+        if self._socket is not None:
+            if self._poll is not None:
+                self._poll.forget(self._socket)
             self._socket.close()
 
     def _read(self) -> None:
@@ -97,8 +112,55 @@ class PacketConnection:
 
     def _end(self, error: OSError | None) -> None:
         assert self._socket is not None
-        self._loop.remove_reader(self._socket.fileno())
+        assert self._poll is not None
+        self._poll.forget(self._socket)
         self._reader.on_end(error, time.perf_counter())
+
+
+class _Poll:
+    """The sockets that one event loop waits for, in an epoll set of our own.
+
+    uvloop forgets a socket that reports an error without a word, so a reset would never be seen.
+    The set is there while it watches something.
+    """
+
+    _polls: ClassVar[dict[asyncio.AbstractEventLoop, _Poll]] = {}
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> _Poll:
+        found = cls._polls.get(loop)
+        return cls(loop) if found is None else found
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoll: select.epoll | None = None
+        self._callbacks: dict[int, Callable[[], object]] = {}
+
+    def watch(self, sock: socket.socket, events: int, callback: Callable[[], object]) -> None:
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            self._loop.add_reader(self._epoll.fileno(), self._dispatch)
+            self._polls[self._loop] = self
+        self._epoll.register(sock.fileno(), events)
+        self._callbacks[sock.fileno()] = callback
+
+    def forget(self, sock: socket.socket) -> None:
+        if self._callbacks.pop(sock.fileno(), None) is None:
+            return
+        assert self._epoll is not None
+        self._epoll.unregister(sock.fileno())
+        if not self._callbacks:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+            self._epoll = None
+            del self._polls[self._loop]
+
+    def _dispatch(self) -> None:
+        assert self._epoll is not None
+        for number, _ in self._epoll.poll(0):
+            callback = self._callbacks.get(number)
+            if callback is not None:  # one before it may have closed this one
+                callback()
 
 
 def _age_s(ancillary: list[tuple[int, int, bytes]]) -> float:
