@@ -384,7 +384,7 @@ def test_an_engine_that_cannot_load_says_why(scripted: str):
 def test_a_step_engine_is_served_over_http(scripted: str):
     port = free_port()
     script = str(FOLDER / "serve_steps.py")
-    options = '{"num_threads": 1, "context": 64, "num_streams": 2}'
+    options = '{"num_threads": 1, "context": 1024, "num_streams": 2}'
     command = [sys.executable, script, scripted, "m.gguf", str(port), options]
     prompts = [[1, 2, 3]] * 3
     with Server(command, port) as server:
@@ -400,7 +400,7 @@ def test_a_step_engine_is_served_over_http(scripted: str):
 def test_a_load_that_is_too_late_ends_early(scripted: str):
     port = free_port()
     script = str(FOLDER / "serve_steps.py")
-    options = '{"num_threads": 1, "context": 64, "num_streams": 1}'
+    options = '{"num_threads": 1, "context": 128, "num_streams": 1}'
     command = [sys.executable, script, scripted, "m.gguf", str(port), options]
     with Server(command, port) as server:
         client = load.Client(server.port, "m")
