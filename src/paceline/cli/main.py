@@ -33,6 +33,7 @@ _COMMANDS = {
     "list": "list_models",
     "trace": "trace",
     "bench": "app",
+    "roofline": "roofline",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

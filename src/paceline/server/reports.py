@@ -86,7 +86,13 @@ class Reports:
         from paceline.server.metrics import Metrics
 
         loaded = self._loaded
-        return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        metrics = Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        if loaded.config.backend == "native":
+            from paceline.measure.ceilings import known_int8_macs
+
+            assert loaded.config.num_threads is not None
+            metrics.int8_macs_s = known_int8_macs(loaded.config.num_threads)
+        return metrics
 
     def _read_bandwidth(self) -> float:
         config = self._loaded.config
