@@ -377,7 +377,7 @@ def test_calls_that_overlap_get_rows_of_their_own(clock):
         call.responded()
         return call
 
-    trace = chrome_trace([], [call_at(0, 10), call_at(5, 15), call_at(11, 20)])
+    trace = chrome_trace([], [call_at(0, 10), call_at(5, 15), call_at(11, 20)], {})
     rows = [e["tid"] for e in trace["traceEvents"] if e.get("name") == "text_completion refused"]
     assert rows == [1, 2, 1]
     json.dumps(trace)

@@ -34,6 +34,7 @@ _COMMANDS = {
     "trace": "trace",
     "bench": "app",
     "roofline": "roofline",
+    "explain": "explain",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",
