@@ -391,7 +391,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(clock):
         kv_bytes_per_token=1, layers_of_window=((0, 1),),
     ))  # fmt: skip
     metrics = Metrics(IdleEngine(), recorder, meters, model="m")
-    metrics.read_bandwidth = 1e9
+    metrics.read_bandwidth = metrics.int8_macs_s = 1e9
     names = {
         sample.name
         for family in text_string_to_metric_families(metrics.exposition().decode())

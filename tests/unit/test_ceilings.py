@@ -16,7 +16,7 @@ from paceline.measure.ceilings import (
     read_caches,
     thread_counts,
 )
-from paceline.measure.machine import Machine, busy_cores, cpu_model, this_machine
+from paceline.measure.machine import Machine, busy_cores, cpu_model
 
 
 @pytest.fixture
@@ -133,17 +133,6 @@ def test_a_cpu_has_a_name_also_where_the_kernel_knows_none(tmp_path):
     file.write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd0c\n")
     assert cpu_model(file) == "0x41 0xd0c"
     assert cpu_model(tmp_path / "none")
-
-
-def test_threads_stay_within_the_quota():
-    def machine(num_cores: int, quota: float | None) -> Machine:
-        return Machine(cpu="", num_cores=num_cores, quota=quota, isa="", version="")
-
-    assert machine(4, None).num_threads == 4
-    assert machine(4, 2.5).num_threads == 2
-    assert machine(4, 0.5).num_threads == 1
-    assert machine(2, 8.0).num_threads == 2
-    assert this_machine().num_threads >= 1
 
 
 def test_busy_cores_are_the_time_that_was_not_idle():

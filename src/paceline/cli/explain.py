@@ -113,10 +113,12 @@ def find(
     say: Callable[[str], None],
 ) -> tuple[Situation, list[Planned] | None]:
     """Return the situation that `source` tells of, and the plan of a workload that was run."""
-    from paceline.cli.trace import base_address
+    from paceline.cli.loading import find_model
     from paceline.explain import sources
     from paceline.explain.costs import this_machine_with
     from paceline.explain.report import situation_of
+    from paceline.remote import base_address
+    from paceline.weights.checkpoint import open_checkpoint
 
     path = Path(source)
     planned = None
@@ -130,7 +132,7 @@ def find(
     machine: Machine | None = None
     if model is not None:
         say("measuring the machine's ceilings")
-        machine = this_machine_with(model, facts.server)
+        machine = this_machine_with(open_checkpoint(find_model(model)), facts.server)
     return situation_of(facts, machine), planned
 
 

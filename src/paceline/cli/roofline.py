@@ -13,6 +13,7 @@ import typer
 from msgspec.structs import replace
 
 from paceline.config import EngineConfig
+from paceline.cpu import resolve_num_threads
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -82,9 +83,8 @@ def roofline(
     - `paceline roofline ./model.gguf --svg roofline.svg --json | jq .roofline.tpot`
     """  # fmt: skip
     from paceline.measure.ceilings import find_ceilings
-    from paceline.measure.machine import this_machine
 
-    num_threads = threads or this_machine().num_threads
+    num_threads = resolve_num_threads(threads)[0]
     if svg is not None and model is None:
         raise ParameterError("--svg draws a model's steps: name a model")
     found = None

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from paceline.cpu import default_num_threads
 from paceline.errors import ParameterError
 from paceline.explain.causes import Finding
 from paceline.explain.facts import Facts, ServerFacts, StepFacts
-from paceline.measure.ceilings import Ceilings, MachineCeilings
-from paceline.measure.floors import ModelCosts, decode_work, floor_s, prefill_work
+from paceline.measure.ceilings import Ceilings, MachineCeilings, find_ceilings
+from paceline.measure.floors import ModelCosts, decode_work, floor_s, model_costs, prefill_work
 
 if TYPE_CHECKING:
     from paceline.weights.checkpoint import Checkpoint
@@ -84,34 +85,24 @@ class Machine(Struct, frozen=True, kw_only=True):
         return floor_s(work, ceilings) * 1e3
 
 
-def this_machine_with(model: str, server: ServerFacts | None) -> Machine:
-    """Return the machine that this process runs on, with the needs of a local model file.
+def this_machine_with(checkpoint: Checkpoint, server: ServerFacts | None) -> Machine:
+    """Return the machine that this process runs on, with the needs of a local model.
 
     Raises ParameterError for another model than the one that the server has.
     """
-    from paceline.cli.loading import find_model
-    from paceline.measure.ceilings import find_ceilings
-    from paceline.measure.floors import model_costs
-    from paceline.measure.machine import this_machine
-    from paceline.weights.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(find_model(model))
-    if server is not None and (found := _weight_bytes(checkpoint)) != server.weight_bytes:
+    found = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    if server is not None and found != server.weight_bytes:
         raise ParameterError(
-            f"--model {model} has {found} bytes of weights, the server's {server.model} has "
+            f"{checkpoint.path} has {found} bytes of weights, the server's {server.model} has "
             f"{server.weight_bytes}: name the same model"
         )
     kv_dtype = "f16" if server is None else server.kv_dtype
-    num_threads = this_machine().num_threads if server is None else server.num_threads
+    num_threads = default_num_threads()[0] if server is None else server.num_threads
     return Machine(
         ceilings=find_ceilings(num_threads),
         costs=model_costs(checkpoint, kv_dtype),
         num_threads=num_threads,
     )
-
-
-def _weight_bytes(checkpoint: Checkpoint) -> int:
-    return sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
 
 
 class Situation(Struct, frozen=True, kw_only=True):

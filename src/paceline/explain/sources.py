@@ -10,8 +10,8 @@ import msgspec
 
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.facts import CallFacts, Facts, Parts, ServerFacts, StepFacts
+from paceline.remote import fetch
 
-_TIMEOUT_S = 30.0
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
 _BEFORE_FIRST = frozenset({
     "receive", "parse", "template", "tokenise", "queue_budget", "prefill", "prefill_others",
@@ -20,8 +20,6 @@ _BEFORE_FIRST = frozenset({
 
 def from_server(base: str, last_s: float) -> Facts:
     """Return what the server at `base` did in its last `last_s` seconds."""
-    from paceline.cli.trace import fetch
-
     return from_trace(_object(fetch(f"{base}/v1/trace?last_s={last_s}"), base), base)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from paceline.cpu import default_num_threads
 from paceline.measure.machine import (
     Machine,
     cache_file,
@@ -101,7 +102,7 @@ def find_ceilings(
     if known is not None and known.at(num_threads) is not None:
         return known
     busy = read_busy_cores()
-    counts = sorted({*thread_counts(machine.num_threads), num_threads})
+    counts = sorted({*thread_counts(default_num_threads()[0]), num_threads})
     if known is not None:
         counts = [count for count in counts if known.at(count) is None]
     measured = measure_all(counts, on_probe=on_probe)

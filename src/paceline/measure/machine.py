@@ -32,12 +32,6 @@ class Machine(Struct, frozen=True, kw_only=True):
     isa: str
     version: str
 
-    @property
-    def num_threads(self) -> int:
-        """The most threads that can run at once."""
-        granted = self.num_cores if self.quota is None else int(self.quota)
-        return max(1, min(self.num_cores, granted))
-
 
 def this_machine() -> Machine:
     """Return the machine that this process runs on, with the ISA that its kernels use."""
