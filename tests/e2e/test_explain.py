@@ -192,7 +192,7 @@ def trace(model, tmp_path_factory):
     """What a server with one seat did, saved by `paceline trace`."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
-        together(*(lambda i=i: ask(server, 20, 100, seed=i) for i in range(3)))
+        together(*(lambda i=i: ask(server, 20, 400, seed=i) for i in range(4)))
         explained(server)
         done = paceline("trace", f"localhost:{server.port}", "-o", str(path))
         assert done.returncode == 0, done.stderr
@@ -211,7 +211,7 @@ def test_a_saved_trace_tells_the_same_as_the_server(trace):
 def test_the_text_names_cause_lever_and_price(trace):
     done = paceline("explain", str(trace[0]))
     assert done.returncode == 0, done.stderr
-    for part in ("TTFT p99", "waiting for a seat", "1. --max-num-seqs", "Price:", "3 calls"):
+    for part in ("TTFT p99", "waiting for a seat", "1. --max-num-seqs", "Price:", "4 calls"):
         assert part in done.stdout
 
 
@@ -223,7 +223,7 @@ def test_a_change_is_verified_by_replaying_the_load(trace, model, tmp_path, monk
     report = json.loads(done.stdout)
     assert report["explanation"]["bounds"][0]["floor_ms"] > 0
     found = report["verification"]
-    assert (found["lever"], found["rounds"], found["num_calls"]) == ("max-num-seqs", 1, 3)
+    assert (found["lever"], found["rounds"], found["num_calls"]) == ("max-num-seqs", 1, 4)
     tail = next(
         o for o in found["outcomes"] if (o["metric"], o["percentile"]) == ("ttft", 99)
     )  # fmt: skip

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -13,12 +14,15 @@ import typer
 from paceline.cpu import resolve_num_threads
 from paceline.errors import ParameterError
 
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
 if TYPE_CHECKING:
     from paceline.explain.costs import Machine, Situation
     from paceline.explain.facts import Facts
     from paceline.explain.replay import Planned
     from paceline.explain.report import Explanation
     from paceline.explain.verify import Verification
+    from paceline.weights.checkpoint import Checkpoint
 
 
 def explain(
@@ -101,6 +105,8 @@ def explain(
     print_explanation(explanation)
     if checked is not None:
         print_verification(checked)
+    elif verify:
+        print("Nothing to verify: no option is advised.")
 
 
 def find(
@@ -130,10 +136,36 @@ def find(
     if facts is None:
         facts = sources.from_server(base_address(source), last_s)
     machine: Machine | None = None
-    if model is not None:
-        say("measuring the machine's ceilings")
-        machine = this_machine_with(open_checkpoint(find_model(model)), facts.server)
+    checkpoint = installed_model(facts) if model is None else open_checkpoint(find_model(model))
+    if checkpoint is not None:
+        say("the machine's ceilings")
+        machine = this_machine_with(checkpoint, facts.server)
     return situation_of(facts, machine), planned
+
+
+def installed_model(facts: Facts) -> Checkpoint | None:
+    """Return the model of a server on this machine, if it is in the catalogue's folder.
+
+    None where the machine's ceilings are not known yet: they are measured only where the user
+    names the model, for the server may be busy.
+    """
+    from paceline.catalog import find as find_entry
+    from paceline.catalog.store import is_installed, model_path
+    from paceline.explain.costs import weight_bytes
+    from paceline.measure.ceilings import known_ceilings
+    from paceline.weights.checkpoint import open_checkpoint
+
+    server = facts.server
+    if server is None or urlsplit(facts.source).hostname not in _THIS_MACHINE:
+        return None
+    entry, known = find_entry(server.model), known_ceilings()
+    if entry is None or not is_installed(entry) or known is None:
+        return None
+    if known.at(server.num_threads) is None:
+        return None
+    checkpoint = open_checkpoint(model_path(entry))
+    # A file of another origin can have the name of a catalogue model.
+    return checkpoint if weight_bytes(checkpoint) == server.weight_bytes else None
 
 
 def run_workload(

@@ -90,7 +90,7 @@ def this_machine_with(checkpoint: Checkpoint, server: ServerFacts | None) -> Mac
 
     Raises ParameterError for another model than the one that the server has.
     """
-    found = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    found = weight_bytes(checkpoint)
     if server is not None and found != server.weight_bytes:
         raise ParameterError(
             f"{checkpoint.path} has {found} bytes of weights, the server's {server.model} has "
@@ -103,6 +103,10 @@ def this_machine_with(checkpoint: Checkpoint, server: ServerFacts | None) -> Mac
         costs=model_costs(checkpoint, kv_dtype),
         num_threads=num_threads,
     )
+
+
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    return sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
 
 
 class Situation(Struct, frozen=True, kw_only=True):
