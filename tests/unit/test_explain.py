@@ -11,7 +11,7 @@ from paceline.cli.explain import read_options
 from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.causes import WORDS, find, gather, tpot_causes
-from paceline.explain.costs import Situation, StepCosts, fit_steps
+from paceline.explain.costs import Situation, StepCosts, fit_steps, scaled_costs
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
 from paceline.explain.levers import LEVERS, options_of
 from paceline.explain.replay import plan_of_file, plan_of_run
@@ -19,13 +19,16 @@ from paceline.explain.report import advise, explain, situation_of
 from paceline.explain.sources import from_file
 from paceline.explain.verify import pool
 from paceline.measure.ledger import Part
+from paceline.measure.machine import Machine
 from paceline.measure.repeats import PromptRepeats
+from paceline.measure.step_table import Curve, StepTable
 
 SERVER = ServerFacts(
     model="m", isa="avx2", num_threads=2, machine_threads=2, max_num_seqs=8,
     max_batched_tokens=512, max_model_len=4096, block_size=16, num_blocks=1000, kv_dtype="f16",
     kv_token_bytes=1024, weight_bytes=4_500_000, num_parameters=8_000_000, policy="fcfs",
 )  # fmt: skip
+MACHINE = Machine(cpu="c", num_cores=2, quota=None, isa="avx2", version="0")
 # 10 ms a step and 1 ms a token, exactly.
 STEPS = tuple(
     StepFacts(num_tokens=n, num_decode=1, num_seqs=1, forward_s=0.0, duration_s=0.010 + n * 0.001)
@@ -355,3 +358,22 @@ def test_old_beginnings_are_forgotten_first():
 
 def test_a_step_cost_is_a_line():
     assert StepCosts(base_s=1.0, token_s=0.5).step_s(4) == 3.0
+
+
+def test_a_known_table_is_scaled_to_the_steps_that_ran():
+    curve = Curve(kind="prefill", context=0, points=((1, 0.01), (8, 0.02), (256, 0.2), (512, 0.6)))
+    decode = Curve(kind="decode", context=0, points=((1, 0.01), (4, 0.013)))
+    table = StepTable(
+        model="m", machine=MACHINE, num_threads=2, kv_dtype="f16", block_size=16,
+        curves=(curve, decode),
+    )  # fmt: skip
+    slow = [
+        StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=0, duration_s=s)
+        for n, s in ((1, 0.02), (8, 0.04), (8, 9.0), (8, 0.04))
+    ]
+    costs = scaled_costs(table, slow)
+    assert costs.scale == pytest.approx(2.0)
+    # A line through steps of 1 and 8 tokens would expect a step of 512 to take 1.5 s.
+    assert costs.prefill_s(512, 512) == pytest.approx(1.2)
+    assert costs.chunk_s(8) == pytest.approx(0.04)
+    assert costs.step_s(4) == pytest.approx(0.026)

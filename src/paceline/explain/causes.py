@@ -48,6 +48,10 @@ class Finding(Struct, frozen=True, kw_only=True):
     context_tokens: float
 
     @property
+    def output_tokens(self) -> float:
+        return max(2 * (self.context_tokens - self.prompt_tokens), 1.0)
+
+    @property
     def main(self) -> str:
         return next(iter(self.causes))
 

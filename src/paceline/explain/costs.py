@@ -9,30 +9,62 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from paceline.config import EngineConfig
 from paceline.cpu import default_num_threads
 from paceline.errors import ParameterError
 from paceline.explain.causes import Finding
 from paceline.explain.facts import Facts, ServerFacts, StepFacts
 from paceline.measure.ceilings import Ceilings, MachineCeilings, find_ceilings
 from paceline.measure.floors import ModelCosts, decode_work, floor_s, model_costs, prefill_work
+from paceline.measure.step_table import StepTable, read_step_table
 
 if TYPE_CHECKING:
     from paceline.weights.checkpoint import Checkpoint
 
+_MANY = 256  # tokens of a step whose cost is nearly all theirs
+
 
 class StepCosts(Struct, frozen=True, kw_only=True):
-    """A step of n tokens takes `base_s + n * token_s`, its Python included."""
+    """A step of n tokens takes about `base_s + n * token_s`, its Python included.
+
+    With a table of the model on this machine, its costs times `scale` instead: a line through the
+    steps that ran says little of steps of another size.
+    """
 
     base_s: float
     token_s: float
+    table: StepTable | None = None
+    scale: float = 1.0
 
-    def step_s(self, num_tokens: float) -> float:
-        return self.base_s + num_tokens * self.token_s
+    def step_s(self, num_seqs: float) -> float:
+        """Return the cost of a step in which so many sequences decode."""
+        if self.table is None:
+            return self.base_s + num_seqs * self.token_s
+        return self.scale * self.table.seconds(round(num_seqs), kind="decode")
+
+    def chunk_s(self, num_tokens: int) -> float:
+        """Return the cost of a step with so many tokens of one prompt."""
+        if self.table is None:
+            return self.base_s + num_tokens * self.token_s
+        return self.scale * self.table.seconds(num_tokens)
 
     def prefill_s(self, num_tokens: float, chunk: int) -> float:
         """Return the cost of a prompt that is computed in chunks of so many tokens."""
+        if self.table is not None:
+            return self.scale * self.table.prefill_s(max(round(num_tokens), 1), chunk=chunk)
         num_steps = max(num_tokens / chunk, 1.0)
         return num_steps * self.base_s + num_tokens * self.token_s
+
+
+def scaled_costs(table: StepTable, steps: Sequence[StepFacts]) -> StepCosts:
+    """Return the table's costs, scaled by what the steps that ran took beside it."""
+    ratios = [step.duration_s / table.seconds(step.num_tokens) for step in steps]
+    scale = statistics.median(ratios) if ratios else 1.0
+    one_s, many_s = (scale * table.seconds(n) for n in (1, _MANY))
+    token_s = max((many_s - one_s) / (_MANY - 1), 0.0)
+    return StepCosts(
+        base_s=max(one_s - token_s, 0.0), token_s=token_s, table=table, scale=scale
+    )  # fmt: skip
 
 
 def fit_steps(steps: Sequence[StepFacts]) -> StepCosts | None:
@@ -70,6 +102,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     ceilings: MachineCeilings
     costs: ModelCosts
     num_threads: int  # of the server, or of this machine
+    table: StepTable | None  # where `paceline roofline` has measured it
 
     def at(self, num_threads: int) -> Ceilings | None:
         return self.ceilings.at(num_threads)
@@ -98,10 +131,14 @@ def this_machine_with(checkpoint: Checkpoint, server: ServerFacts | None) -> Mac
         )
     kv_dtype = "f16" if server is None else server.kv_dtype
     num_threads = default_num_threads()[0] if server is None else server.num_threads
+    block_size = EngineConfig().block_size if server is None else server.block_size
     return Machine(
         ceilings=find_ceilings(num_threads),
         costs=model_costs(checkpoint, kv_dtype),
         num_threads=num_threads,
+        table=read_step_table(
+            checkpoint.path, num_threads=num_threads, kv_dtype=kv_dtype, block_size=block_size
+        ),
     )
 
 

@@ -70,7 +70,7 @@ def lower_budget(situation: Situation) -> Proposal | None:
     ttft = [f for f in situation.findings if f.metric == "ttft"]
     if not ttft or max(f.share("others_prefill") for f in ttft) < 0.2:
         return None
-    budget = max(64, 2 ** int(math.log2(max(ttft[0].prompt_tokens, 64))))
+    budget = max(64, 1 << int(math.log2(max(ttft[0].prompt_tokens, 64))))
     if budget >= server.max_batched_tokens:
         return None
 
@@ -87,22 +87,31 @@ def lower_budget(situation: Situation) -> Proposal | None:
 
 
 def more_seats(situation: Situation) -> Proposal | None:
-    """Calls that wait for a seat get one; more sequences share the steps."""
+    """Calls that wait for a seat get one, and share the steps from then on.
+
+    Their prompts have still to be computed: the median call meets half of those that waited with
+    it, the tail all of them. In its life a stream meets one prompt of each that runs beside it.
+    """
     server, steps = situation.server, situation.steps
-    if server is None or situation.full_seats < _SEATS_FULL:
+    if server is None or steps is None or situation.full_seats < _SEATS_FULL:
         return None
-    wanted = server.max_num_seqs + math.ceil(situation.mean_waiting)
-    seats = min(2 ** math.ceil(math.log2(max(wanted, 2 * server.max_num_seqs))), _MOST_SEATS)
-    if seats <= server.max_num_seqs:
+    before, waiting = server.max_num_seqs, situation.mean_waiting
+    wanted = max(before + math.ceil(waiting), 2 * before)
+    seats = min(1 << math.ceil(math.log2(wanted)), _MOST_SEATS)
+    if seats <= before:
         return None
-    before = server.max_num_seqs
-    running = min(float(seats), before + situation.mean_waiting)
-    slower = 1.0 if steps is None else steps.step_s(running) / steps.step_s(before)
+    joining = min(waiting, seats - before)
+    relieved = joining / waiting if waiting else 1.0
+    slower = steps.step_s(before + joining) / steps.step_s(before)
 
     def predict(finding: Finding) -> float:
+        prompt_ms = steps.prefill_s(finding.prompt_tokens, server.max_batched_tokens) * 1e3
         if finding.metric == "ttft":
-            return finding.value_ms - _sum(finding, "queue") * _waiting_left(situation, seats)
-        return finding.value_ms * slower
+            met = joining * (0.5 if finding.percentile == 50 else 1.0)
+            queued = _sum(finding, "queue") * relieved
+            return min(finding.value_ms - queued + met * prompt_ms, finding.value_ms)
+        own = finding.value_ms - _sum(finding, "others_prefill")
+        return own * slower + (before + joining - 1) * prompt_ms / finding.output_tokens
 
     return Proposal(
         change={"--max-num-seqs": str(seats)},
@@ -110,14 +119,6 @@ def more_seats(situation: Situation) -> Proposal | None:
         predict=predict,
         price="each stream gets slower as more share the steps",
     )
-
-
-def _waiting_left(situation: Situation, seats: int) -> float:
-    """Return the share of a queue's time that goes away with so many seats."""
-    server = situation.server
-    assert server is not None
-    needed = server.max_num_seqs + situation.mean_waiting
-    return min((seats - server.max_num_seqs) / max(needed - server.max_num_seqs, 1e-9), 1.0)
 
 
 def fewer_seats(situation: Situation) -> Proposal | None:
@@ -207,11 +208,13 @@ def bound_steps(situation: Situation) -> Proposal | None:
     if server is None or not hurt or server.policy.startswith("slo"):
         return None
     own_ms = max(_sum(f, "decode", "others_decode", "overhead") for f in hurt)
-    least_ms = 0.0 if steps is None else steps.step_s(_SLO_FLOOR) * 1e3
+    least_ms = 0.0 if steps is None else steps.chunk_s(_SLO_FLOOR) * 1e3
     step_ms = math.ceil(max(_SLO_MARGIN * own_ms, least_ms, 1.0))
 
     def predict(finding: Finding) -> float:
-        if finding.metric == "ttft" or finding.share("others_prefill") <= 0.2:
+        if finding.metric == "ttft":
+            return finding.value_ms + _slower_prompt_ms(situation, finding, step_ms)
+        if finding.share("others_prefill") <= 0.2:
             return finding.value_ms
         return min(finding.value_ms, float(step_ms))
 
@@ -221,6 +224,19 @@ def bound_steps(situation: Situation) -> Proposal | None:
         predict=predict,
         price="prompts beside streams take longer: their TTFT grows",
     )
+
+
+def _slower_prompt_ms(situation: Situation, finding: Finding, step_ms: float) -> float:
+    """Return what a prompt loses by the smaller chunks of steps that are bound."""
+    server, steps = situation.server, situation.steps
+    if server is None or steps is None or not steps.token_s:
+        return 0.0
+    room = (step_ms / 1e3 - steps.base_s) / steps.token_s
+    chunk = min(max(int(room), _SLO_FLOOR - 1), server.max_batched_tokens)
+    before = steps.prefill_s(finding.prompt_tokens, server.max_batched_tokens)
+    after = steps.prefill_s(finding.prompt_tokens, chunk)
+    touched = _sum(finding, "prefill", "others_prefill", "queue")
+    return touched * (after / before - 1) if before else 0.0
 
 
 def more_threads(situation: Situation) -> Proposal | None:
@@ -253,7 +269,7 @@ def smaller_weights(situation: Situation) -> Proposal | None:
     if server is None:
         return None
     bits = server.weight_bytes * 8 / server.num_parameters
-    if bits < 1.2 * _SMALL_BITS:
+    if bits < 1.5 * _SMALL_BITS:
         return None
 
     def predict(finding: Finding) -> float:

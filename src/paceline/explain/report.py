@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from paceline.errors import PacelineError
 from paceline.explain.causes import Causes, Finding, Metric, findings
-from paceline.explain.costs import Machine, Situation, StepCosts, fit_steps
+from paceline.explain.costs import Machine, Situation, StepCosts, fit_steps, scaled_costs
 from paceline.explain.facts import Facts, ServerFacts
 from paceline.explain.levers import LEVERS, Change, Proposal
 
@@ -73,9 +73,11 @@ def situation_of(facts: Facts, machine: Machine | None) -> Situation:
             f"{facts.source} has no answered call ({facts.num_failed} others): send some, or look "
             "further back with --last"
         )
-    return Situation(
-        facts=facts, findings=findings(facts), steps=fit_steps(facts.steps), machine=machine
-    )
+    if machine is not None and machine.table is not None:
+        steps: StepCosts | None = scaled_costs(machine.table, facts.steps)
+    else:
+        steps = fit_steps(facts.steps)
+    return Situation(facts=facts, findings=findings(facts), steps=steps, machine=machine)
 
 
 def explain(situation: Situation) -> Explanation:

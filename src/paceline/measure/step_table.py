@@ -88,7 +88,20 @@ class StepTable(Struct, frozen=True, kw_only=True):
 
 def known_step_table(loaded: LoadedModel) -> StepTable | None:
     """Return the model's table if it was measured before on this machine; nothing is measured."""
-    return read_cached(_path(loaded, this_machine()), StepTable)
+    config = loaded.config
+    assert config.num_threads is not None
+    return read_step_table(
+        loaded.path, num_threads=config.num_threads, kv_dtype=config.kv_dtype,
+        block_size=config.block_size,
+    )  # fmt: skip
+
+
+def read_step_table(
+    model: Path, *, num_threads: int, kv_dtype: str, block_size: int
+) -> StepTable | None:
+    """Return what was kept for a model file and these options; None where there is nothing."""
+    path = _path(model, this_machine(), num_threads, kv_dtype, block_size)
+    return read_cached(path, StepTable)
 
 
 def find_step_table(
@@ -102,18 +115,19 @@ def find_step_table(
     Measuring overwrites the KV cache.
     """
     machine = this_machine()
-    path = _path(loaded, machine)
+    config = loaded.config
+    num_threads = config.num_threads
+    assert num_threads is not None
+    path = _path(loaded.path, machine, num_threads, config.kv_dtype, config.block_size)
     known = None if refresh else read_cached(path, StepTable)
     if known is not None:
         return known
-    num_threads = loaded.config.num_threads
-    assert num_threads is not None
     table = StepTable(
         model=loaded.name,
         machine=machine,
         num_threads=num_threads,
-        kv_dtype=loaded.config.kv_dtype,
-        block_size=loaded.config.block_size,
+        kv_dtype=config.kv_dtype,
+        block_size=config.block_size,
         curves=_measure(StepProbe(loaded), on_shape),
     )
     write_cached(path, table)
@@ -157,12 +171,9 @@ def _measure(probe: StepProbe, on_shape: OnShape) -> tuple[Curve, ...]:
     return tuple(curves)
 
 
-def _path(loaded: LoadedModel, machine: Machine) -> Path:
+def _path(model: Path, machine: Machine, num_threads: int, kv_dtype: str, block_size: int) -> Path:
     from paceline.engine.build import source_files
     from paceline.weights.repack import source_fingerprint
 
-    config = loaded.config
-    source = source_fingerprint(source_files(loaded.path))
-    return cache_file(
-        "steps", machine, source, config.num_threads, config.kv_dtype, config.block_size
-    )
+    source = source_fingerprint(source_files(model))
+    return cache_file("steps", machine, source, num_threads, kv_dtype, block_size)
