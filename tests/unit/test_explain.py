@@ -190,11 +190,14 @@ def test_a_larger_budget_saves_the_steps_that_it_spares():
     assert advice(situation(one, max_batched_tokens=512), "max-batched-tokens") is None
 
 
-def test_kv_memory_takes_away_what_its_lack_cost():
-    one = call({"prefill": 50, "queue_kv": 150}, {"decode": 100, "recompute": 60})
+def test_kv_memory_takes_away_what_its_lack_cost_but_not_the_prompts():
+    one = call({"prefill": 50, "queue_kv": 450}, {"decode": 100, "recompute": 600})
     found = advice(situation(one, num_blocks=8), "kv-memory")
-    assert after(found, "ttft", 50) == 50
-    assert after(found, "tpot", 50) == 10
+    # It waited for 3/8 of the run: so many more prompts of 50 ms are met, all by the tail.
+    assert after(found, "ttft", 99) == pytest.approx(50 + 0.375 * 50)
+    assert after(found, "ttft", 50) == pytest.approx(50 + 0.375 * 50 / 2)
+    slower = (10 + 1.375) / (10 + 1)
+    assert after(found, "tpot", 50) == pytest.approx(10 * slower + 0.375 * 50 / 11)
     # The longest of the calls for each seat: 111 tokens are 7 blocks.
     assert found.change == {"--kv-memory": "1M"}
 
@@ -316,9 +319,12 @@ def test_a_run_is_planned_with_its_lengths_and_times_and_other_tokens():
 
 
 def test_rounds_are_pooled():
-    facts = Facts(source="x", calls=(call({"prefill": 1}, {}),), steps=STEPS, num_failed=1)
+    one = call({"prefill": 1000}, {}, began_at=70.0)
+    facts = Facts(source="x", calls=(one,), steps=STEPS, num_failed=1)
     together = pool([facts, facts])
     assert (len(together.calls), len(together.steps), together.num_failed) == (2, 12, 2)
+    # Between two rounds another server ran: that time is nobody's.
+    assert [c.began_at for c in together.calls] == [0.0, 1.0]
 
 
 def test_options_of_serve_are_pairs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from paceline.explain.verify import Verification
 
 _NAMES: dict[Metric, str] = {"ttft": "TTFT", "tpot": "TPOT"}
 _FEW_CALLS = 20
+_FILE_WIDTH = 120
 _SMALL = 0.05  # of a percentile: causes below it are not named
 
 
@@ -143,4 +145,5 @@ def _say(text: str) -> None:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=True)
+    # Rich takes 80 columns where nobody looks; a file has room for whole rows.
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_WIDTH)

@@ -178,11 +178,17 @@ class Situation(Struct, frozen=True, kw_only=True):
         )
         return full_s / total_s if total_s else 0.0
 
-    @property
-    def mean_waiting(self) -> float:
-        """Calls that wait for a seat or a step's room at once, on the mean."""
+    def prompt_ms(self, num_tokens: float) -> float:
+        """Return what a prompt of so many tokens costs by itself, by those that were computed."""
         calls = self.facts.calls
-        waited_ms = sum(call.parts.get("queue_budget", 0.0) for call in calls)
+        computed = sum(call.prompt_tokens for call in calls)
+        spent_ms = sum(call.parts.get("prefill", 0.0) for call in calls)
+        return spent_ms / computed * num_tokens if computed else 0.0
+
+    def mean_waiting(self, part: str) -> float:
+        """Return how many calls were in a part of the ledger at once, on the mean."""
+        calls = self.facts.calls
+        waited_ms = sum(call.parts.get(part, 0.0) for call in calls)
         begins = [call.began_at * 1e3 for call in calls]
         ends = [call.began_at * 1e3 + call.wall_ms for call in calls]
         span_ms = max(ends) - min(begins) if calls else 0.0

@@ -87,31 +87,21 @@ def lower_budget(situation: Situation) -> Proposal | None:
 
 
 def more_seats(situation: Situation) -> Proposal | None:
-    """Calls that wait for a seat get one, and share the steps from then on.
-
-    Their prompts have still to be computed: the median call meets half of those that waited with
-    it, the tail all of them. In its life a stream meets one prompt of each that runs beside it.
-    """
-    server, steps = situation.server, situation.steps
-    if server is None or steps is None or situation.full_seats < _SEATS_FULL:
+    """Calls that wait for a seat get one, and share the steps from then on."""
+    server = situation.server
+    if server is None or situation.full_seats < _SEATS_FULL:
         return None
-    before, waiting = server.max_num_seqs, situation.mean_waiting
+    before, waiting = server.max_num_seqs, situation.mean_waiting("queue_budget")
     wanted = max(before + math.ceil(waiting), 2 * before)
     seats = min(1 << math.ceil(math.log2(wanted)), _MOST_SEATS)
     if seats <= before:
         return None
     joining = min(waiting, seats - before)
     relieved = joining / waiting if waiting else 1.0
-    slower = steps.step_s(before + joining) / steps.step_s(before)
 
     def predict(finding: Finding) -> float:
-        prompt_ms = steps.prefill_s(finding.prompt_tokens, server.max_batched_tokens) * 1e3
-        if finding.metric == "ttft":
-            met = joining * (0.5 if finding.percentile == 50 else 1.0)
-            queued = _sum(finding, "queue") * relieved
-            return min(finding.value_ms - queued + met * prompt_ms, finding.value_ms)
-        own = finding.value_ms - _sum(finding, "others_prefill")
-        return own * slower + (before + joining - 1) * prompt_ms / finding.output_tokens
+        queued = _sum(finding, "queue") * relieved if finding.metric == "ttft" else 0.0
+        return _after_joining(situation, finding, gone_ms=queued, running=before, joining=joining)
 
     return Proposal(
         change={"--max-num-seqs": str(seats)},
@@ -119,6 +109,24 @@ def more_seats(situation: Situation) -> Proposal | None:
         predict=predict,
         price="each stream gets slower as more share the steps",
     )
+
+
+def _after_joining(
+    situation: Situation, finding: Finding, *, gone_ms: float, running: float, joining: float
+) -> float:
+    """Return a percentile after calls that waited run beside the others, `gone_ms` less waiting.
+
+    Their prompts have still to be computed: the median call meets half of those that waited with
+    it, the tail all of them. In its life a stream meets one prompt of each that runs beside it.
+    """
+    steps = situation.steps
+    prompt_ms = situation.prompt_ms(finding.prompt_tokens)
+    if finding.metric == "ttft":
+        met = joining * (0.5 if finding.percentile == 50 else 1.0)
+        return min(finding.value_ms - gone_ms + met * prompt_ms, finding.value_ms)
+    slower = 1.0 if steps is None else steps.step_s(running + joining) / steps.step_s(running)
+    own = finding.value_ms - gone_ms - _sum(finding, "others_prefill")
+    return own * slower + (running + joining - 1) * prompt_ms / finding.output_tokens
 
 
 def fewer_seats(situation: Situation) -> Proposal | None:
@@ -157,10 +165,18 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
     num_bytes = blocks * server.block_size * server.kv_token_bytes
     pool = server.num_blocks * server.block_size * server.kv_token_bytes
     megabytes = max(math.ceil(num_bytes / 2**20), math.ceil(2 * pool / 2**20))
+    running, waiting = situation.mean_seqs, situation.mean_waiting("queue_kv")
+
+    def predict(finding: Finding) -> float:
+        gone_ms = _sum(finding, "kv_memory")
+        return _after_joining(
+            situation, finding, gone_ms=gone_ms, running=running, joining=waiting
+        )  # fmt: skip
+
     return Proposal(
         change={"--kv-memory": f"{megabytes}M"},
         text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all",
-        predict=lambda finding: finding.value_ms - _sum(finding, "kv_memory"),
+        predict=predict,
         price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
     )
 

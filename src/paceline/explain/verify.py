@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from paceline.explain.causes import Metric, find
 from paceline.explain.costs import Machine
-from paceline.explain.facts import Facts
+from paceline.explain.facts import CallFacts, Facts
 from paceline.explain.levers import LEVERS, Change
 from paceline.explain.replay import Planned, run
 from paceline.explain.report import situation_of
@@ -91,11 +91,17 @@ def verify(
 
 
 def pool(runs: Iterable[Facts]) -> Facts:
-    """Return several runs of one load as one."""
+    """Return several runs of one load as one: each begins where the one before ended."""
     runs = list(runs)
+    calls: list[CallFacts] = []
+    end = 0.0
+    for facts in runs:
+        begin = min((call.began_at for call in facts.calls), default=0.0)
+        calls += [replace(call, began_at=call.began_at - begin + end) for call in facts.calls]
+        end = max((call.began_at + call.wall_ms / 1e3 for call in calls), default=0.0)
     return replace(
         runs[0],
-        calls=tuple(chain.from_iterable(facts.calls for facts in runs)),
+        calls=tuple(calls),
         steps=tuple(chain.from_iterable(facts.steps for facts in runs)),
         num_failed=sum(facts.num_failed for facts in runs),
     )
