@@ -32,6 +32,17 @@ def model(tmp_path_factory):
     return write_gguf(tiny, tmp_path_factory.mktemp("explain") / "tiny.gguf")
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _caches_of_our_own(home, monkeypatch):
+    """Ceilings that are measured beside other tests are not for the user's cache."""
+    monkeypatch.setenv("PACELINE_HOME", str(home))
+
+
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(32, 250) for _ in range(num_tokens)]
@@ -215,8 +226,7 @@ def test_the_text_names_cause_lever_and_price(trace):
         assert part in done.stdout
 
 
-def test_a_change_is_verified_by_replaying_the_load(trace, model, tmp_path, monkeypatch):
-    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+def test_a_change_is_verified_by_replaying_the_load(trace, model):
     arguments = ("--model", str(model), "--verify", "--rounds", "1", "--json")
     done = paceline("explain", str(trace[0]), *arguments)
     assert done.returncode == 0, done.stderr

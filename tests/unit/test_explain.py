@@ -7,7 +7,7 @@ import json
 import pytest
 import typer
 
-from paceline.cli.explain import read_options
+from paceline.cli.explain import installed_model, read_options
 from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.causes import WORDS, find, gather, tpot_causes
@@ -335,6 +335,21 @@ def test_options_of_serve_are_pairs():
     for text in ("--no-ledger", "max-num-seqs 2"):
         with pytest.raises(ParameterError, match="pairs"):
             read_options(text)
+
+
+def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    served = ServerFacts(**{**as_dict(SERVER), "model": "smollm2-135m"})
+    for source, server in (
+        ("http://10.0.0.5:8000", served),  # another machine
+        ("trace.json", served),
+        ("http://127.0.0.1:8000", SERVER),  # no model of the catalogue
+        ("http://127.0.0.1:8000", served),  # not installed, and no ceilings are known
+        ("http://127.0.0.1:8000", None),
+    ):
+        assert installed_model(Facts(source=source, calls=(), server=server)) is None
 
 
 # ---- repeats ----
