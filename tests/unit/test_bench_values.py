@@ -20,9 +20,9 @@ from paceline.cli.bench_values import (
     server_settings,
 )
 from paceline.cli.main import app
-from paceline.cli.trace import base_address
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
+from paceline.remote import base_address
 
 
 def limits(**changes):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 
+from paceline import __version__
+from paceline.cpu import default_num_threads
 from paceline.engine.build import LoadedModel
+from paceline.engine.memory import kv_token_bytes
 from paceline.measure.bandwidth import read_bandwidth
 from paceline.server.calls import Call, CallLog
 from paceline.server.errors import ApiError
@@ -69,7 +73,9 @@ class Reports:
         steps = recorder.log.since(since_ns)
         calls = [call for call in self._calls if call.end_ns > since_ns]
         # A full log takes tenths of a second to write: not on the streams' thread.
-        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(steps, calls)))
+        body = await asyncio.to_thread(
+            lambda: msgspec.json.encode(chrome_trace(steps, calls, about(self._loaded)))
+        )
         return Response(body, media_type="application/json")
 
     async def metrics(self) -> Response:
@@ -86,7 +92,13 @@ class Reports:
         from paceline.server.metrics import Metrics
 
         loaded = self._loaded
-        return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        metrics = Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        if loaded.config.backend == "native":
+            from paceline.measure.ceilings import known_int8_macs
+
+            assert loaded.config.num_threads is not None
+            metrics.int8_macs_s = known_int8_macs(loaded.config.num_threads)
+        return metrics
 
     def _read_bandwidth(self) -> float:
         config = self._loaded.config
@@ -99,6 +111,26 @@ class Reports:
         self._meters.observe(call)
         for observer in self._observers:
             observer.write(call)
+
+
+def about(loaded: LoadedModel) -> dict[str, Any]:
+    """Return what a server runs, and with which options: no path, nothing of any request."""
+    config, model = loaded.config, loaded.checkpoint.config
+    names = (
+        "num_threads", "max_num_seqs", "max_batched_tokens", "max_model_len", "block_size",
+        "kv_dtype", "policy",
+    )  # fmt: skip
+    return {
+        "version": __version__,
+        "model": loaded.name,
+        "isa": loaded.isa,
+        "machine_threads": default_num_threads()[0],
+        "num_blocks": loaded.kv.num_blocks,
+        "kv_token_bytes": kv_token_bytes(model, config.kv_dtype),
+        "weight_bytes": loaded.weight_bytes,
+        "num_parameters": sum(math.prod(t.shape) for t in loaded.checkpoint.tensors.values()),
+        **{name: getattr(config, name) for name in names},
+    }
 
 
 def _seconds(text: str) -> float:
