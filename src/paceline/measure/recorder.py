@@ -169,4 +169,5 @@ def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
     begin = seq.num_computed
     num_again = min(max(ledger.num_seen - begin, 0), n)
     new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
-    return Chunk(seq.request.id, seq.index, n, num_again, new_kind)
+    is_last = begin + n >= len(seq.token_ids)
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind, is_last)

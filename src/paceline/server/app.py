@@ -302,7 +302,8 @@ def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> Fa
         ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=reports.add)
+    app.add_middleware(Timekeeping, paths=_GENERATING, on_open=reports.open,
+                       on_close=reports.add)  # fmt: skip
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:

@@ -15,6 +15,7 @@ from paceline.measure.bandwidth import read_bandwidth
 from paceline.server.calls import Call, CallLog
 from paceline.server.errors import ApiError
 from paceline.server.meters import CallMeters
+from paceline.server.running import RunningCalls
 from paceline.server.timeline import timeline
 from paceline.server.trace import chrome_trace
 
@@ -38,6 +39,7 @@ class Reports:
     def __init__(self, loaded: LoadedModel, observers: Iterable[Observer]) -> None:
         self._loaded = loaded
         self._calls = CallLog()
+        self._running = RunningCalls(loaded.engine)
         self._meters = CallMeters()
         self._metrics: Metrics | None = None
         self._observers = tuple(observers)
@@ -46,18 +48,19 @@ class Reports:
         for observer in self._observers:
             observer.close()
 
-    async def timeline(self, key: str) -> Response:
-        """The ledger of a finished call, by the answer's id or the X-Request-Id."""
-        call = self._calls.find(key)
+    async def timeline(self, key: str, after_step: str = "-1") -> Response:
+        """The ledger of a call, by the answer's id or the X-Request-Id; it may still run."""
+        after = _integer(after_step, param="after_step")
+        call = self._running.find(key) or self._calls.find(key)
         if call is None:
             raise ApiError(
                 404,
-                f"no call {key!r} among the last {len(self._calls)} finished ones: give the "
-                "answer's id or its x-request-id, once the answer has ended",
+                f"no call {key!r} runs or is among the last {len(self._calls)} finished ones: "
+                "give the answer's id or its x-request-id",
                 code="request_not_found",
             )
         recorder = self._loaded.recorder
-        body = timeline(call, None if recorder is None else recorder.log)
+        body = timeline(call, None if recorder is None else recorder.log, after_step=after)
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def trace(self, last_s: str = "60") -> Response:
@@ -93,12 +96,24 @@ class Reports:
         assert config.num_threads is not None
         return read_bandwidth(config.num_threads) if config.backend == "native" else 0.0
 
+    def open(self, call: Call) -> None:
+        """A call has begun."""
+        self._running.add(call)
+
     def add(self, call: Call) -> None:
         """A call has ended: remember it, count it, tell whoever wants to know."""
+        self._running.remove(call)
         self._calls.add(call)
         self._meters.observe(call)
         for observer in self._observers:
             observer.write(call)
+
+
+def _integer(text: str, *, param: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ApiError(400, f"{param} is {text!r}: it must be an integer", param=param) from None
 
 
 def _seconds(text: str) -> float:
