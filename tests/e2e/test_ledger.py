@@ -287,10 +287,9 @@ def test_a_call_in_the_queue_is_all_unbooked_and_has_no_step(server):
     assert timeline(server, "queued")["outcome"] == "aborted"
 
 
-def test_steps_that_gave_a_token_are_marked(server):
+def test_a_step_says_how_many_tokens_it_gave(server):
     call = _completed(server, "marked", prompt="0" * 1500, max_tokens=5)  # more than one budget
-    sampled = [step["sampled"] for step in call["choices"][0]["steps"]]
-    assert sampled == [False, False, *[True] * 5]
+    assert [step["new_tokens"] for step in call["choices"][0]["steps"]] == [0, 0, 1, 1, 1, 1, 1]
 
 
 def test_after_step_must_be_a_number(server):

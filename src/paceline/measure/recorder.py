@@ -68,13 +68,13 @@ class StepRecorder:
             ledger.spend(Part.GIL_WAIT, forward_ns)
             ledger.last_step = number
             ledger.num_steps += 1
-        self.counters.count_work(schedule.chunks)
+        num_keys, kv_bytes = self.counters.count_work(schedule.chunks)
         self._ledgers = [seq.ledger for seq, _ in schedule.chunks if seq.ledger is not None]
         self._is_in_step = True
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            chunks=tuple(chunks),
+            num_keys=num_keys, kv_bytes=kv_bytes, chunks=tuple(chunks),
         )  # fmt: skip
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

@@ -52,6 +52,8 @@ class StepRecord(Struct, kw_only=True):
     end_ns: int = 0
     num_tokens: int = 0
     num_sampled: int = 0
+    num_keys: int = 0  # attended, over all layers
+    kv_bytes: int = 0  # read
     chunks: tuple[Chunk, ...] = ()
 
     def tokens_by_kind(self) -> dict[Part, int]:
@@ -131,12 +133,19 @@ class StepCounters:
     def weight_bytes(self) -> int:
         return 0 if self.work is None else self.work.weight_bytes * self.num_steps
 
-    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
-        """Count keys and KV bytes. Precondition: `num_computed` does not count the step yet."""
+    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """Count a step's keys and KV bytes, and return them.
+
+        Precondition: `num_computed` does not count the step yet.
+        """
+        num_keys = kv_bytes = 0
         if self.work is not None:
             for seq, n in scheduled:
-                self.num_keys += self.work.num_keys(seq.num_computed, n)
-                self.kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+                num_keys += self.work.num_keys(seq.num_computed, n)
+                kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+        self.num_keys += num_keys
+        self.kv_bytes += kv_bytes
+        return num_keys, kv_bytes
 
     def count_step(self, record: StepRecord) -> None:
         self.duration_s.observe((record.end_ns - record.start_ns) / 1e9)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.responses import Response
 
+from paceline import __version__
 from paceline.engine.build import LoadedModel
 from paceline.measure.bandwidth import read_bandwidth
 from paceline.server.calls import Call, CallLog
 from paceline.server.errors import ApiError
+from paceline.server.live import NUM_LISTED, RANKS, LiveView
 from paceline.server.meters import CallMeters
 from paceline.server.running import RunningCalls
-from paceline.server.timeline import timeline
+from paceline.server.timeline import describe, timeline
 from paceline.server.trace import chrome_trace
 
 if TYPE_CHECKING:
@@ -34,12 +37,15 @@ class Observer(Protocol):
 
 
 class Reports:
-    """The endpoints that tell of time: /metrics, /v1/trace and the timelines of calls."""
+    """The endpoints that tell of time: metrics, trace, the last minutes, timelines of calls."""
 
     def __init__(self, loaded: LoadedModel, observers: Iterable[Observer]) -> None:
         self._loaded = loaded
         self._calls = CallLog()
         self._running = RunningCalls(loaded.engine)
+        self._live = LiveView(loaded.recorder)
+        self._bandwidth: float | None = None  # None: not measured yet
+        self._measuring = asyncio.Lock()
         self._meters = CallMeters()
         self._metrics: Metrics | None = None
         self._observers = tuple(observers)
@@ -80,8 +86,7 @@ class Reports:
         if self._metrics is None:
             self._metrics = await asyncio.to_thread(self._new_metrics)
         metrics = self._metrics
-        if not metrics.read_bandwidth and not self._loaded.engine.stats().num_running:
-            metrics.read_bandwidth = await asyncio.to_thread(self._read_bandwidth)
+        metrics.read_bandwidth = await self._read_bandwidth()
         return Response(metrics.exposition(), media_type=metrics.content_type)
 
     def _new_metrics(self) -> Metrics:
@@ -91,7 +96,37 @@ class Reports:
         loaded = self._loaded
         return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
 
-    def _read_bandwidth(self) -> float:
+    async def live(self, after_s: str = "0", by: str = "wall") -> Response:
+        """The last minutes by the second, after second `after_s`, and the slowest calls."""
+        rank = RANKS.get(by)
+        if rank is None:
+            raise ApiError(400, f"by is {by!r}: it must be one of {', '.join(RANKS)}", param="by")
+        after = _integer(after_s, param="after_s")
+        limit = await self._read_bandwidth()
+        calls, running = list(self._calls), list(islice(self._running, NUM_LISTED))
+        stats, config = self._loaded.engine.stats(), self._loaded.config
+        body = {
+            "model": self._loaded.name,
+            "version": __version__,
+            "ledger": self._loaded.recorder is not None,
+            "max_num_seqs": config.max_num_seqs,
+            "num_threads": config.num_threads,
+            "engine": stats,
+            "limits": {"read_bytes_per_s": limit or None},
+            "running": [describe(call) for call in running],
+        }
+        # The first look at a full log takes tens of milliseconds: not on the streams' thread.
+        seen = await asyncio.to_thread(self._live.look, stats, calls, after_s=after, rank=rank)
+        return Response(msgspec.json.encode({**body, **seen}), media_type="application/json")
+
+    async def _read_bandwidth(self) -> float:
+        """Return the machine's, measured when the engine is first found idle; 0 until then."""
+        async with self._measuring:
+            if self._bandwidth is None and not self._loaded.engine.stats().num_running:
+                self._bandwidth = await asyncio.to_thread(self._measure_bandwidth)
+        return self._bandwidth or 0.0
+
+    def _measure_bandwidth(self) -> float:
         config = self._loaded.config
         assert config.num_threads is not None
         return read_bandwidth(config.num_threads) if config.backend == "native" else 0.0

@@ -87,7 +87,7 @@ def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[
         "end_ms": (record.end_ns - call.begin_ns) / 1e6,
         "kind": own.kind.label,
         "num_tokens": own.num_tokens,
-        "sampled": own.is_last,
+        "new_tokens": int(own.is_last),
         "step_tokens": {kind.label: count for kind, count in in_step.items() if count},
         "num_seqs": len(record.chunks),
     }
