@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
 from paceline.measure.ledger import Part
-from paceline.server.calls import Call
+from paceline.server.calls import MAX_CALLS, Call
 from paceline.server.timeline import describe
 
 if TYPE_CHECKING:
@@ -27,16 +27,17 @@ _MAX_SEQUENCES = 4096  # whose last token's time is kept
 _LOG_STEP = math.log(1.02)  # gaps are kept to 1 %
 
 
-def _tpot_s(call: Call) -> float:
-    last = call.last
-    return 0.0 if last is None else last.timings.tpot_s or 0.0
+RANKS = ("wall", "ttft", "tpot")
 
 
-RANKS: Mapping[str, Callable[[Call], float]] = {
-    "wall": lambda call: call.wall_ns(),
-    "ttft": lambda call: call.ttft_ns or 0,
-    "tpot": _tpot_s,
-}
+class Seen(Struct, eq=False):
+    """A call that has ended, and what it is ranked by; 0: not at all."""
+
+    call: Call
+    is_ok: bool
+    wall: float
+    ttft: float
+    tpot: float
 
 
 class Second(Struct, eq=False):
@@ -63,8 +64,8 @@ class LiveView:
         self._recorder = recorder
         self._seconds: dict[int, Second] = {}
         self._last_ns: dict[tuple[str, int], int] = {}  # a sequence's last token
+        self._calls: deque[Seen] = deque(maxlen=MAX_CALLS)
         self._steps_until_ns = 0
-        self._calls_until_ns = 0
         self._lock = threading.Lock()
 
     def look(
@@ -73,16 +74,17 @@ class LiveView:
         calls: Sequence[Call],
         *,
         after_s: int,
-        rank: Callable[[Call], float],
+        by: str,
     ) -> dict[str, Any]:
-        """Return the seconds after `after_s`, percentiles, and the slowest calls by `rank`."""
+        """Return the seconds after `after_s`, percentiles, and the slowest calls by a rank."""
         now_ns = time.monotonic_ns()
         now_s = now_ns // 10**9
-        recent = [call for call in calls if call.end_ns > now_ns - HISTORY_S * 10**9]
         with self._lock:
             if self._recorder is not None:
                 self._take_steps(self._recorder.log.since(self._steps_until_ns))
-            self._take_calls(recent)
+            self._take_calls(calls)
+            begin_ns = now_ns - HISTORY_S * 10**9
+            recent = [seen for seen in self._calls if seen.call.end_ns > begin_ns]
             usage = stats.num_live_blocks / stats.num_blocks
             self._second(now_s).state = stats.num_running, stats.num_waiting, usage
             for second in [s for s in self._seconds if s <= now_s - HISTORY_S]:
@@ -92,20 +94,15 @@ class LiveView:
                 "now_s": now_s,
                 "seconds": self._columns(range(first, now_s + 1)),
                 "itl_ms": self._itl_ms(now_s),
-                "ttft_ms": _percentiles_ms(
-                    [call.ttft_ns / 1e6 for call in recent if _has_ttft(call) and call.ttft_ns]
-                ),
-                "slowest": [
-                    describe(call)
-                    for call in sorted(
-                        (c for c in recent if c.outcome != "refused" and rank(c)),
-                        key=rank, reverse=True,
-                    )[:NUM_LISTED]
-                ],
-            }  # fmt: skip
+                "ttft_ms": _percentiles_ms([s.ttft / 1e6 for s in recent if s.is_ok and s.ttft]),
+                "slowest": [describe(seen.call) for seen in _slowest(recent, by)],
+            }
 
     def _second(self, second: int) -> Second:
-        return self._seconds.setdefault(second, Second())
+        found = self._seconds.get(second)
+        if found is None:
+            found = self._seconds[second] = Second()
+        return found
 
     def _take_steps(self, records: Iterable[StepRecord]) -> None:
         for record in records:
@@ -128,13 +125,19 @@ class LiveView:
         while len(self._last_ns) > _MAX_SEQUENCES:
             del self._last_ns[next(iter(self._last_ns))]
 
-    def _take_calls(self, recent: Iterable[Call]) -> None:
-        until_ns = self._calls_until_ns
-        for call in recent:
-            if call.end_ns > until_ns:
-                self._calls_until_ns = max(self._calls_until_ns, call.end_ns)
-                if _has_ttft(call) and call.ttft_ns:
-                    self._second(call.end_ns // 10**9).ttft_ms.append(call.ttft_ns / 1e6)
+    def _take_calls(self, calls: Sequence[Call]) -> None:
+        """Keep what is new in the log of calls: those after the last one that was seen."""
+        new: list[Call] = []
+        last = self._calls[-1].call if self._calls else None
+        for call in reversed(calls):
+            if call is last:
+                break
+            new.append(call)
+        for call in reversed(new):
+            seen = _see(call)
+            self._calls.append(seen)
+            if seen.is_ok and seen.ttft:
+                self._second(call.end_ns // 10**9).ttft_ms.append(seen.ttft / 1e6)
 
     def _columns(self, seconds: range) -> dict[str, list[Any]]:
         """Return each figure as a list over `seconds`; None where there was nothing to measure."""
@@ -180,9 +183,22 @@ class LiveView:
         return {"count": gaps.total(), **values}
 
 
-def _has_ttft(call: Call) -> bool:
-    """A call that ended badly says nothing of how long an answer takes."""
-    return call.outcome == "ok"
+def _see(call: Call) -> Seen:
+    last, outcome = call.last, call.outcome
+    if outcome == "refused":  # fast for no merit of the engine's
+        return Seen(call=call, is_ok=False, wall=0, ttft=0, tpot=0)
+    return Seen(
+        call=call,
+        is_ok=outcome == "ok",
+        wall=call.wall_ns(),
+        ttft=call.ttft_ns or 0,
+        tpot=0 if last is None else last.timings.tpot_s or 0,
+    )
+
+
+def _slowest(calls: Iterable[Seen], by: str) -> list[Seen]:
+    ranked = [seen for seen in calls if getattr(seen, by)]
+    return sorted(ranked, key=lambda seen: getattr(seen, by), reverse=True)[:NUM_LISTED]
 
 
 def _rate(amount: int, second: Second) -> float | None:

@@ -98,8 +98,7 @@ class Reports:
 
     async def live(self, after_s: str = "0", by: str = "wall") -> Response:
         """The last minutes by the second, after second `after_s`, and the slowest calls."""
-        rank = RANKS.get(by)
-        if rank is None:
+        if by not in RANKS:
             raise ApiError(400, f"by is {by!r}: it must be one of {', '.join(RANKS)}", param="by")
         after = _integer(after_s, param="after_s")
         limit = await self._read_bandwidth()
@@ -116,7 +115,7 @@ class Reports:
             "running": [describe(call) for call in running],
         }
         # The first look at a full log takes tens of milliseconds: not on the streams' thread.
-        seen = await asyncio.to_thread(self._live.look, stats, calls, after_s=after, rank=rank)
+        seen = await asyncio.to_thread(self._live.look, stats, calls, after_s=after, by=by)
         return Response(msgspec.json.encode({**body, **seen}), media_type="application/json")
 
     async def _read_bandwidth(self) -> float:

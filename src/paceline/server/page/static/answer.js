@@ -17,9 +17,7 @@ export class Answer {
     this.pieces = []; // {span, first, tokens}: what became visible together; `first` numbers its tokens
     this.pending = [];
     this.numTokens = 0;
-    this.steps = [];
     this.sentAt = performance.now();
-    this.call = null;
     this.onFocus = onFocus;
     this.text.addEventListener("keydown", (event) => this.walk(event));
     this.text.addEventListener("pointerover", (event) => this.point(event.target));
@@ -59,14 +57,12 @@ export class Answer {
     if (error) make("p", this.box, error, "bad").setAttribute("role", "alert");
   }
 
-  // News from the timeline; `call.choices[0].steps` has those that were not seen before.
-  take(call) {
-    this.call = call;
-    const [choice] = call.choices;
-    if (choice) this.steps.push(...choice.steps);
-    const given = emissions(this.steps);
-    // Steps that the server forgot are the oldest: of an ended answer the last ones match.
-    const skipped = call.outcome === "running" ? 0 : Math.max(this.numTokens - given.length, 0);
+  // Give each token its step. Steps that the server forgot are the oldest: of an ended answer
+  // the last ones match.
+  match(timeline) {
+    this.ttftMs = timeline.call.ttft_ms;
+    const given = emissions(timeline.steps);
+    const skipped = timeline.isOver ? Math.max(this.numTokens - given.length, 0) : 0;
     const usual = median(given.map((step) => step.gap_ms).filter((gap) => gap !== null));
     this.pieces.forEach((piece) => {
       const own = piece.tokens.map((_, idx) => given[piece.first + idx - skipped]).filter(Boolean);
@@ -78,11 +74,6 @@ export class Answer {
       piece.span.classList.remove("slow1", "slow2", "slow3");
       if (shade) piece.span.classList.add(shade[1]);
     });
-  }
-
-  get timeline() {
-    const [choice] = this.call.choices;
-    return choice ? { ...this.call, choices: [{ ...choice, steps: this.steps }] } : this.call;
   }
 
   walk(event) {
@@ -129,7 +120,7 @@ function describeStep(step, piece, answer) {
   const took = step.end_ms - step.begin_ms;
   const lines = [];
   if (step.gap_ms === null) {
-    lines.push(`First token: ${ms(answer.call.ttft_ms ?? step.end_ms)} after the request’s first byte`);
+    lines.push(`First token: ${ms(answer.ttftMs ?? step.end_ms)} after the request’s first byte`);
   } else {
     lines.push(`${ms(step.gap_ms)} after the token before (half of them within ${ms(piece.usual)})`);
   }

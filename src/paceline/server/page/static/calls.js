@@ -1,12 +1,14 @@
 // Requests that run or were slow, each with its reason; one opens in the panel above.
-import { deselect } from "./chat.js";
-import { byId, count, getJson, make, ms, percent } from "./dom.js";
-import { inspect, onOpen, why } from "./inspect.js";
+import { deselect, hasNoSelection } from "./chat.js";
+import { byId, count, make, ms, percent } from "./dom.js";
+import { clearInspection, inspect, onOpen, why } from "./inspect.js";
+import { Timeline } from "./timeline.js";
 import { largestPart, partColor, partName, shortName } from "./words.js";
 
 const box = byId("calls");
 let rank = "wall";
 let key = "";
+let opened = null; // the timeline that was chosen here
 
 export const chosenRank = () => rank;
 
@@ -73,13 +75,23 @@ function strip(parent, call) {
 
 async function open(id) {
   const title = byId("inspect-title");
+  deselect();
+  opened = new Timeline(id);
   try {
-    const call = await getJson(`/v1/requests/${encodeURIComponent(id)}/timeline`);
-    deselect();
-    inspect(call);
-    title.scrollIntoView({ block: "nearest" });
-    title.focus({ preventScroll: true });
+    await opened.look();
+    inspect(opened.whole);
   } catch (error) {
-    byId("news").textContent = error.message;
+    opened = null;
+    clearInspection(error.message);
+  }
+  title.scrollIntoView({ block: "nearest" });
+  title.focus({ preventScroll: true });
+}
+
+// A request that still runs goes on in the panel while nothing else is chosen.
+export async function followOpened() {
+  const timeline = opened;
+  if (timeline && !timeline.isOver && hasNoSelection() && (await timeline.look())) {
+    if (opened === timeline && hasNoSelection()) inspect(timeline.whole);
   }
 }

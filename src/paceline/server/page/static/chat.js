@@ -1,7 +1,8 @@
 // The chat: sends a conversation, shows the answer as it streams, then what each token cost.
 import { Answer, hideTip } from "./answer.js";
-import { byId, count, getJson, make, ms } from "./dom.js";
+import { byId, count, make, ms } from "./dom.js";
 import { clearInspection, inspect, markToken } from "./inspect.js";
+import { Timeline } from "./timeline.js";
 
 const LOOK_EVERY_MS = 1000;
 const form = byId("composer"), message = byId("message"), log = byId("log");
@@ -16,13 +17,15 @@ export function setModel(name) {
   model = name;
 }
 
+export const hasNoSelection = () => selected === null;
+
 export function deselect() {
   selected = null;
 }
 
 function select(answer) {
   selected = answer;
-  if (answer.call) inspect(answer.timeline);
+  inspect(answer.timeline.whole);
 }
 
 function requestBody() {
@@ -100,7 +103,7 @@ async function stream(answer, signal) {
   try {
     for await (const event of events(reply)) {
       if (event.error) throw new Error(event.error.message);
-      answer.id = event.id;
+      answer.timeline ??= new Timeline(event.id);
       for (const choice of event.choices) {
         answer.add(choice.delta.content || "", choice.logprobs?.content || []);
       }
@@ -111,31 +114,23 @@ async function stream(answer, signal) {
   }
 }
 
-// Ask for what is new in the timeline.
 async function look(answer) {
-  if (!answer.id || answer.isLooking) return;
-  answer.isLooking = true;
-  try {
-    const last = answer.steps.at(-1);
-    const path = `/v1/requests/${encodeURIComponent(answer.id)}/timeline?after_step=${last ? last.step : -1}`;
-    answer.take(await getJson(path));
-    if (selected === answer) inspect(answer.timeline);
-  } finally {
-    answer.isLooking = false;
-  }
+  if (!answer.timeline || !(await answer.timeline.look())) return;
+  answer.match(answer.timeline);
+  if (selected === answer) inspect(answer.timeline.whole);
 }
 
 // The call ends a moment after its last byte: look until it has.
 async function settle(answer) {
-  for (let tries = 0; tries < 40 && answer.id; tries++) {
+  for (let tries = 0; tries < 40 && answer.timeline; tries++) {
     await look(answer).catch(() => {});
-    if (answer.call && answer.call.outcome !== "running") return;
+    if (answer.timeline.isOver) return;
     await new Promise((done) => setTimeout(done, 50));
   }
 }
 
 function foot(answer) {
-  const call = answer.call;
+  const call = answer.timeline?.call;
   if (!call) return;
   const facts = [
     count(call.completion_tokens, "token"), `first after ${ms(call.ttft_ms)}`,

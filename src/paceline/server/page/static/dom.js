@@ -12,6 +12,7 @@ export function make(tag, parent, text, className) {
 
 export function ms(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 ms";
   if (value >= 1000) return (value / 1000).toFixed(value >= 10000 ? 1 : 2) + " s";
   return value.toFixed(value >= 100 ? 0 : value >= 1 ? 1 : 2) + " ms";
 }
@@ -27,6 +28,7 @@ export function percent(share) {
 
 export function scaled(value, unit) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 " + unit;
   const steps = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
   const [size, prefix] = steps.find(([each]) => value >= each) || [1, ""];
   const number = value / size;
@@ -36,7 +38,7 @@ export function scaled(value, unit) {
 export const color = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// A browser that asks for the page over and over gets an error's text, too.
+// Throws with the server's own words where it refuses.
 export async function getJson(path) {
   const reply = await fetch(path, { cache: "no-store" });
   const body = await reply.json().catch(() => null);

@@ -41,7 +41,7 @@ export function inspect(call) {
 
 function build(call) {
   box.replaceChildren();
-  shown = { id: call.id, mode: "whole", chart: null };
+  shown = { id: call.id, mode: "whole", isLong: false, chart: null };
   shown.who = make("p", box, undefined, "who");
   shown.why = make("p", box, undefined, "why");
   const modes = make("div", box, undefined, "ranks");
@@ -53,6 +53,7 @@ function build(call) {
     Object.assign(input, { type: "radio", name: "mode", value: mode, checked: mode === "whole" });
     input.addEventListener("change", () => { shown.mode = mode; update(); });
     label.append(" " + title);
+    shown.radio = input;
   });
   shown.table = make("table", box, undefined, "waterfall");
   shown.blame = make("p", box, undefined, "blame");
@@ -68,6 +69,7 @@ function update() {
     call.tpot_ms === null ? null : `then ${ms(call.tpot_ms)} each`,
   ].filter(Boolean).join(" · ");
   shown.why.textContent = why(call);
+  shown.radio.disabled = !call.ttft_parts_ms;
   const isFirst = shown.mode === "ttft" && call.ttft_parts_ms;
   waterfall(isFirst ? call.ttft_parts_ms : call.parts_ms, isFirst ? call.ttft_ms : call.wall_ms);
   blame(call);
@@ -76,6 +78,7 @@ function update() {
 
 function waterfall(parts, total) {
   const table = shown.table;
+  const hadFocus = table.contains(document.activeElement);
   table.replaceChildren();
   make("caption", table, "Parts of the time, in the order in which a request meets them", "hidden");
   const head = make("tr", make("thead", table, undefined, "hidden"));
@@ -84,13 +87,21 @@ function waterfall(parts, total) {
   let at = 0;
   const small = [];
   Object.entries(parts).forEach(([name, value]) => {
-    if (value < SMALL_SHARE * total) small.push([name, value]);
+    if (value < SMALL_SHARE * total && !shown.isLong) small.push([name, value]);
     else { row(body, partName(name), partColor(name), at, value, total, name); at += value; }
   });
   const rest = small.reduce((sum, each) => sum + each[1], 0);
-  if (rest > 0) {
-    const line = row(body, count(small.length, "smaller part"), partColor("engine"), at, rest, total, "smaller");
-    line.title = small.map(([name, value]) => `${partName(name)} ${ms(value)}`).join(", ");
+  if (small.length) {
+    const line = row(body, "", partColor("engine"), at, rest, total, "smaller");
+    const button = make("button", line.firstChild, count(small.length, "smaller part"), "link");
+    Object.assign(button, { type: "button", title: small.map(([name, value]) => `${partName(name)} ${ms(value)}`).join(", ") });
+    button.addEventListener("click", () => {
+      shown.isLong = true;
+      update();
+      table.tabIndex = -1;
+      table.focus();
+    });
+    if (hadFocus) button.focus();
   }
   const foot = make("tr", make("tfoot", table));
   make("th", foot, "sum").setAttribute("scope", "row");

@@ -1,5 +1,5 @@
 // Starts the page, and asks for the live figures once a second while somebody looks.
-import { chosenRank, showCalls, startCalls } from "./calls.js";
+import { chosenRank, followOpened, showCalls, startCalls } from "./calls.js";
 import { setModel, startChat } from "./chat.js";
 import { byId, count, getJson } from "./dom.js";
 import { forget, lastSecond, showCharts, showTiles, take } from "./live.js";
@@ -28,9 +28,11 @@ async function refresh() {
     showTiles(reply);
     showCharts(reply);
     showCalls(reply.running, reply.slowest);
+    await followOpened().catch(() => {});
     setState(reply.engine.num_running ? "busy" : "idle", reply.engine.num_running ? "computing" : "idle");
   } catch (error) {
     setState("gone", "the server does not answer");
+    byId("news").textContent = "The server does not answer.";
   } finally {
     isAsking = false;
   }

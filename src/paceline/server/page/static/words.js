@@ -25,7 +25,7 @@ const PARTS = {
   sample: ["choosing tokens", SMALL, "choosing tokens from the model’s scores"],
   detokenise: ["tokens to text", SMALL, "turning tokens into text"],
   handoff: ["between threads", SMALL, "handing work from thread to thread"],
-  send: ["sending", FRONT, "sending the answer to a client that reads slowly"],
+  send: ["sending", FRONT, "sending the answer; a client that reads slowly counts here"],
   residual: ["unexplained", LOSS, "something that no part explains"],
   unbooked: ["this moment", SMALL, "waiting, or in a step that still runs"],
 };
