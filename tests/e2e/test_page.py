@@ -1,6 +1,9 @@
 """The page's files and the endpoint that feeds it, over real HTTP."""
 
+import json
 import re
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -104,6 +107,31 @@ def test_every_part_of_the_ledger_has_its_words():
     words = STATIC.joinpath("words.js").read_text()
     named = set(re.findall(r"^  (\w+): \[", words, flags=re.MULTILINE))
     assert {part.label for part in Part} | {RESIDUAL, UNBOOKED} <= named
+
+
+def test_of_several_tokens_of_a_step_all_but_the_last_were_drafted(tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not here: apt-get install nodejs")
+    module = tmp_path / "steps.mjs"
+    module.write_text(STATIC.joinpath("steps.js").read_text())
+    step = {"kind": "decode", "num_tokens": 3, "num_seqs": 2}
+    steps = [
+        {**step, "end_ms": 5, "new_tokens": 0, "step_tokens": {"prefill": 8}, "kind": "prefill"},
+        {**step, "end_ms": 10, "new_tokens": 1, "step_tokens": {"decode": 4}},
+        {**step, "end_ms": 30, "new_tokens": 3, "step_tokens": {"decode": 3, "prefill": 64}},
+    ]
+    code = (
+        f"import {{ emissions }} from {json.dumps(module.as_uri())};"
+        f"console.log(JSON.stringify(emissions({json.dumps(steps)})));"
+    )
+    command = [node, "--input-type=module", "-e", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    tokens = json.loads(result.stdout)
+    assert [token["gap_ms"] for token in tokens] == [None, 20, 0, 0]
+    assert [token["isDrafted"] for token in tokens] == [False, True, True, False]
+    assert [token["others"] for token in tokens] == [[["decode", 1]]] + [[["prefill", 64]]] * 3
+    assert [token["hasPrompts"] for token in tokens] == [False, True, True, True]
 
 
 def test_no_page_leaves_the_api_alone(script_path):

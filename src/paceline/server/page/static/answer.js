@@ -61,6 +61,7 @@ export class Answer {
   // the last ones match.
   match(timeline) {
     this.ttftMs = timeline.call.ttft_ms;
+    this.isOver = timeline.isOver;
     const given = emissions(timeline.steps);
     const skipped = timeline.isOver ? Math.max(this.numTokens - given.length, 0) : 0;
     const usual = median(given.map((step) => step.gap_ms).filter((gap) => gap !== null));
@@ -107,7 +108,8 @@ function describe(answer, piece) {
   const lines = [piece.span.dataset.end ? "End of the answer" : title];
   if (piece.tokens.length === 1) lines.push(`Probability ${percent(Math.exp(piece.tokens[0].logprob))}`);
   if (!piece.steps) {
-    lines.push(`Seen ${ms(piece.at - answer.sentAt)} after sending; what it cost follows shortly`);
+    lines.push(`Seen ${ms(piece.at - answer.sentAt)} after sending`);
+    lines.push(answer.isOver ? "Its step is not known" : "What it cost follows shortly");
     return lines;
   }
   piece.steps.forEach((step) => lines.push(...describeStep(step, piece, answer)));
