@@ -59,13 +59,13 @@ export function showTiles(reply) {
   const read = recent("read_bytes_per_s");
   if (columns.read_bytes_per_s) {
     const share = read && limits.read_bytes_per_s ? read / limits.read_bytes_per_s : null;
-    tile("read", "Memory bandwidth", share === null ? scaled(read, "B/s") : percent(share),
+    tile("read", "Bandwidth", share === null ? scaled(read, "B/s") : percent(share),
       limits.read_bytes_per_s ? `${scaled(read, "B/s")} of ${scaled(limits.read_bytes_per_s, "B/s")} while computing`
         : "the machine’s own is measured when idle", share ?? 0);
     const macs = recent("macs_per_s");
     const peak = limits.macs_per_s;
-    tile("macs", "Arithmetic", macs && peak ? percent(macs / peak) : scaled(macs, "MAC/s"),
-      peak ? `${scaled(macs, "MAC/s")} of ${scaled(peak, "MAC/s")} while computing` : "multiply-adds while computing",
+    tile("macs", "Multiply-adds", macs && peak ? percent(macs / peak) : scaled(macs, "/s"),
+      peak ? `${scaled(macs, "MAC/s")} of ${scaled(peak, "MAC/s")} while computing` : "while computing",
       peak && macs ? macs / peak : undefined);
   }
 }
