@@ -129,6 +129,12 @@ struct Work {
 };
 using Kernel = void (*)(const Op&, const Step&, Work&);
 
+// Multiplies and adds from registers `loops` times; a null `run`: the ISA has no such multiply.
+struct Probe {
+  void (*run)(long loops) = nullptr;
+  int macs_per_loop = 0;
+};
+
 struct KernelTable {
   const char* isa = nullptr;
   Kernel run[int(OpCode::count)] = {};
@@ -137,6 +143,9 @@ struct KernelTable {
   size_t (*attend_scratch)(const Op&) = nullptr;
   // Parts that tests call on their own.
   void (*quantize_row)(const float* x, int k, uint8_t* q8_row) = nullptr;
+  // What the machine is measured with.
+  Probe int8, bf16, f32;
+  void (*read_memory)(const float* data, size_t count) = nullptr;
 };
 #define PL_DECLARE_ISA(isa)          \
   namespace isa {                    \

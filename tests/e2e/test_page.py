@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.measure import ceilings
 from paceline.measure.ledger import RESIDUAL, UNBOOKED, Part
 from paceline.server.page.routes import POLICY, read_files
 from tests.e2e.live import LiveServer, ServeProcess, wait_until
@@ -203,6 +204,18 @@ def test_a_question_that_makes_no_sense_is_refused(server, query, param):
     response = server.client.get("/v1/paceline/live", params=query)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_the_machines_limits_are_told_where_they_are_known(script_path, monkeypatch):
+    peaks = {1: 5e9}
+    monkeypatch.setattr(ceilings, "known_int8_macs", lambda threads: peaks.get(threads, 0.0))
+    with LiveServer(script_path, num_threads=1, kv_memory_bytes=2**23) as measured:
+        limits = live(measured)["limits"]
+        assert limits["read_bytes_per_s"] > 1e8
+        assert limits["macs_per_s"] == 5e9
+    peaks.clear()
+    with LiveServer(script_path, num_threads=1, kv_memory_bytes=2**23) as unmeasured:
+        assert live(unmeasured)["limits"]["macs_per_s"] is None
 
 
 def test_without_a_ledger_the_page_has_the_engines_state_and_no_steps(script_path):

@@ -18,9 +18,9 @@ from paceline.cli.bench_values import (
     read_share,
     server_settings,
 )
-from paceline.cli.trace import base_address
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
+from paceline.remote import base_address
 
 
 def limits(**changes):

@@ -377,7 +377,7 @@ def test_calls_that_overlap_get_rows_of_their_own(clock):
         call.responded()
         return call
 
-    trace = chrome_trace([], [call_at(0, 10), call_at(5, 15), call_at(11, 20)])
+    trace = chrome_trace([], [call_at(0, 10), call_at(5, 15), call_at(11, 20)], {})
     rows = [e["tid"] for e in trace["traceEvents"] if e.get("name") == "text_completion refused"]
     assert rows == [1, 2, 1]
     json.dumps(trace)
@@ -391,7 +391,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(clock):
         kv_bytes_per_token=1, layers_of_window=((0, 1),),
     ))  # fmt: skip
     metrics = Metrics(IdleEngine(), recorder, meters, model="m")
-    metrics.read_bandwidth = 1e9
+    metrics.read_bandwidth = metrics.int8_macs_s = 1e9
     names = {
         sample.name
         for family in text_string_to_metric_families(metrics.exposition().decode())

@@ -43,6 +43,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer
     template: ChatTemplate | None
     engine: Engine
+    backend: Backend
     recorder: StepRecorder | None  # None: no ledger is kept
     config: EngineConfig
     isa: str
@@ -161,6 +162,7 @@ def load_model(
         tokenizer=tokenizer,
         template=template,
         engine=engine,
+        backend=backend,
         recorder=recorder,
         config=resolved,
         isa=str(getattr(backend, "isa", config.backend)),

@@ -58,6 +58,7 @@ class Ledger(Struct, eq=False, kw_only=True):
     blame: dict[str, int] = field(default_factory=dict)  # request -> ns lost to its prefill
     preempted_ns: int = 0  # waiting after a preemption, and computing again what was lost
     num_seen: int = 0  # tokens that were in the KV cache at some time
+    num_repeated: int = 0  # tokens with which an earlier prompt began, too
     num_preemptions: int = 0
     num_steps: int = 0
     last_step: int | None = None
@@ -86,6 +87,7 @@ class Ledger(Struct, eq=False, kw_only=True):
             blame=dict(self.blame),
             preempted_ns=self.preempted_ns,
             num_seen=self.num_seen,
+            num_repeated=self.num_repeated,
             last_step=self.last_step,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from paceline.measure.ledger import Ledger, Part
+from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
 
@@ -27,6 +28,7 @@ class StepRecorder:
         self.log = StepLog()
         self.counters = StepCounters(work)
         self._cost = StepCost()
+        self._repeats = PromptRepeats()
         self._record = StepRecord()
         self._ledgers: list[Ledger] = []  # of the step in progress
         self._is_in_step = False
@@ -54,6 +56,8 @@ class StepRecorder:
         for seq, n in schedule.chunks:
             ledger = seq.ledger
             assert ledger is not None
+            if not ledger.num_steps:
+                ledger.num_repeated = self._repeats.see(seq.request.prompt_token_ids)
             self._book_wait(ledger, seq, start_ns)
             ledger.spend(Part.ENGINE, built_ns)
             chunks.append(_chunk(seq, ledger, n))

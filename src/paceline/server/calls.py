@@ -249,6 +249,7 @@ class Call(Struct, eq=False, kw_only=True):
         }
         if last is not None and last.ledger is not None:
             figures["blame"] = blame_report(last.ledger)
+            figures["repeated_tokens"] = last.ledger.num_repeated
         return figures
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 
 from paceline import __version__
+from paceline.cpu import default_num_threads
 from paceline.engine.build import LoadedModel
+from paceline.engine.memory import kv_token_bytes
 from paceline.measure.bandwidth import read_bandwidth
 from paceline.server.calls import Call, CallLog
 from paceline.server.errors import ApiError
@@ -78,7 +82,9 @@ class Reports:
         steps = recorder.log.since(since_ns)
         calls = [call for call in self._calls if call.end_ns > since_ns]
         # A full log takes tenths of a second to write: not on the streams' thread.
-        body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(steps, calls)))
+        body = await asyncio.to_thread(
+            lambda: msgspec.json.encode(chrome_trace(steps, calls, about(self._loaded)))
+        )
         return Response(body, media_type="application/json")
 
     async def metrics(self) -> Response:
@@ -94,7 +100,20 @@ class Reports:
         from paceline.server.metrics import Metrics
 
         loaded = self._loaded
-        return Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        metrics = Metrics(loaded.engine, loaded.recorder, self._meters, model=loaded.name)
+        metrics.int8_macs_s = self._int8_macs
+        return metrics
+
+    @cached_property
+    def _int8_macs(self) -> float:
+        """The machine's int8 multiply-adds a second; 0: `paceline roofline` has not run here."""
+        config = self._loaded.config
+        if config.backend != "native":
+            return 0.0
+        from paceline.measure.ceilings import known_int8_macs
+
+        assert config.num_threads is not None
+        return known_int8_macs(config.num_threads)
 
     async def live(self, after_s: str = "0", by: str = "wall") -> Response:
         """The last minutes by the second, after second `after_s`, and the slowest calls."""
@@ -111,7 +130,10 @@ class Reports:
             "max_num_seqs": config.max_num_seqs,
             "num_threads": config.num_threads,
             "engine": stats,
-            "limits": {"read_bytes_per_s": limit or None},
+            "limits": {
+                "read_bytes_per_s": limit or None,
+                "macs_per_s": self._int8_macs or None,
+            },
             "running": [describe(call) for call in running],
         }
         # The first look at a full log takes tens of milliseconds: not on the streams' thread.
@@ -148,6 +170,26 @@ def _integer(text: str, *, param: str) -> int:
         return int(text)
     except ValueError:
         raise ApiError(400, f"{param} is {text!r}: it must be an integer", param=param) from None
+
+
+def about(loaded: LoadedModel) -> dict[str, Any]:
+    """Return what a server runs, and with which options: no path, nothing of any request."""
+    config, model = loaded.config, loaded.checkpoint.config
+    names = (
+        "num_threads", "max_num_seqs", "max_batched_tokens", "max_model_len", "block_size",
+        "kv_dtype", "policy",
+    )  # fmt: skip
+    return {
+        "version": __version__,
+        "model": loaded.name,
+        "isa": loaded.isa,
+        "machine_threads": default_num_threads()[0],
+        "num_blocks": loaded.kv.num_blocks,
+        "kv_token_bytes": kv_token_bytes(model, config.kv_dtype),
+        "weight_bytes": loaded.weight_bytes,
+        "num_parameters": sum(math.prod(t.shape) for t in loaded.checkpoint.tensors.values()),
+        **{name: getattr(config, name) for name in names},
+    }
 
 
 def _seconds(text: str) -> float:
