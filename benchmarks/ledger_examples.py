@@ -65,9 +65,12 @@ class Server:
         for _ in range(100):
             try:
                 reply = urllib.request.urlopen(f"{self.url}/v1/requests/{name}/timeline").read()
-                return dict(json.loads(reply))
+                call = dict(json.loads(reply))
+                if call["outcome"] != "running":
+                    return call
             except urllib.error.HTTPError:
-                time.sleep(0.05)
+                pass
+            time.sleep(0.05)
         raise SystemExit(f"the call {name} did not end")
 
     def _body(self, body: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.live import LiveServer, ServeProcess, script_model, wait_until
+from tests.e2e.test_ledger import timeline
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_client_and_server_agree_on_ttft_and_itl(real_model):
         ttfts, gaps = [], []
         for number in range(5):
             seen_ms, seen_gaps, answer_id = watch(server, f"{number} " + "a word " * 60, 24)
-            told = server.client.get(f"/v1/requests/{answer_id}/timeline").json()
+            told = timeline(server, answer_id)
             ttfts.append((seen_ms, told["ttft_ms"]))
             gaps += seen_gaps
         after = scrape(server)

@@ -279,7 +279,7 @@ def test_the_log_of_steps_is_bounded_in_steps_and_in_chunks():
         log.add(StepRecord(number=number, end_ns=number + 1, chunks=()))
     assert [step.number for step in log.since(0)] == list(range(40, 50))
     assert [step.number for step in log.since(48)] == [48, 49]
-    chunk = Chunk("a", 0, 1, 0, Part.DECODE)
+    chunk = Chunk("a", 0, 1, 0, Part.DECODE, True)
     for number in range(50, 54):
         log.add(StepRecord(number=number, end_ns=number + 1, chunks=(chunk,) * 5))
     assert [step.number for step in log.since(0)] == [52, 53]

@@ -149,6 +149,17 @@ class Engine:
             self._inbox.append(request_id)
             self._wakeup.notify()
 
+    def running(self, request_id: str) -> list[Sequence]:
+        """Return the choices of a request that have not ended, to be read and not touched.
+
+        The engine goes on with them meanwhile; one that ends in this moment may be missing.
+        """
+        with self._wakeup:
+            queued = [item for item in self._inbox if not isinstance(item, str)]
+        live = next((item for item in queued if item.request.id == request_id), None)
+        live = live or self._live.get(request_id)
+        return [] if live is None else list(live.sequences)
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._scheduler.running),

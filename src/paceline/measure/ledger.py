@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 
 class Part(enum.IntEnum):
@@ -40,6 +41,7 @@ class Part(enum.IntEnum):
 
 NUM_PARTS = len(Part)
 RESIDUAL = "residual"
+UNBOOKED = "unbooked"  # of a call that still runs: since the last booking
 MAX_BLAMED = 64  # requests that a ledger blames by name; the rest share the key ""
 
 
@@ -89,14 +91,19 @@ class Ledger(Struct, eq=False, kw_only=True):
             last_step=self.last_step,
         )
 
+    def so_far(self, now_ns: int) -> Ledger:
+        """Return a copy of what is booked by now, for a thread that may not wait for the step."""
+        ns, blame = list(self.ns), dict(self.blame)
+        return replace(self, ns=ns, blame=blame, end_ns=self.end_ns or now_ns)
 
-def parts_ms(ns: Sequence[int], wall_ns: int) -> dict[str, float]:
-    """Return {part: milliseconds} of the parts that are not zero, the residual last.
+
+def parts_ms(ns: Sequence[int], wall_ns: int, rest: str = RESIDUAL) -> dict[str, float]:
+    """Return {part: milliseconds} of the parts that are not zero, and what is left as `rest`.
 
     The values sum to `wall_ns`: the residual is what no part claims.
     """
     parts = {part.label: ns[part] / 1e6 for part in Part if ns[part]}
-    parts[RESIDUAL] = (wall_ns - sum(ns)) / 1e6
+    parts[rest] = (wall_ns - sum(ns)) / 1e6
     return parts
 
 

@@ -72,13 +72,13 @@ class StepRecorder:
             ledger.spend(Part.GIL_WAIT, forward_ns)
             ledger.last_step = number
             ledger.num_steps += 1
-        self.counters.count_work(schedule.chunks)
+        num_keys, kv_bytes = self.counters.count_work(schedule.chunks)
         self._ledgers = [seq.ledger for seq, _ in schedule.chunks if seq.ledger is not None]
         self._is_in_step = True
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            chunks=tuple(chunks),
+            num_keys=num_keys, kv_bytes=kv_bytes, chunks=tuple(chunks),
         )  # fmt: skip
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -173,4 +173,5 @@ def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
     begin = seq.num_computed
     num_again = min(max(ledger.num_seen - begin, 0), n)
     new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
-    return Chunk(seq.request.id, seq.index, n, num_again, new_kind)
+    is_last = begin + n >= len(seq.token_ids)
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind, is_last)

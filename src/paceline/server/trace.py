@@ -44,10 +44,7 @@ def chrome_trace(
 
 
 def _step_events(step: StepRecord, zero_ns: int) -> Iterator[Event]:
-    tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-    for chunk in step.chunks:
-        tokens[Part.RECOMPUTE] += chunk.num_again
-        tokens[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+    tokens = step.tokens_by_kind()
     args = {
         "tokens": {kind.label: count for kind, count in tokens.items() if count},
         "requests": sorted({chunk.request_id for chunk in step.chunks}),
