@@ -22,6 +22,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens a KV block
     kv_dtype: KVDtype = "f16"
     kv_memory_bytes: int | None = None  # default: a share of the memory that is free
+    prefix_cache: bool = True  # begin a prompt after what has been computed of it before
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
@@ -43,6 +44,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 )
         for name, kind in (
             ("policy", str), ("backend", str), ("seed", int), ("ledger", bool),
+            ("prefix_cache", bool),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, kind):

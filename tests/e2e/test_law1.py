@@ -31,6 +31,7 @@ class Job:
     params: SamplingParams
     arrives_at: int = 0
     aborted_after: int | None = None
+    salt: str = ""
 
 
 Answer = tuple[tuple[int, ...], tuple[bytes, ...], str]
@@ -76,7 +77,7 @@ def run(engine: Engine, jobs: list[Job]) -> list[list[Answer]]:
             if job.arrives_at == step:
                 request = Request(
                     id=str(number), prompt_token_ids=job.prompt, params=job.params,
-                    arrival_ns=step,
+                    arrival_ns=step, cache_salt=job.salt,
                 )  # fmt: skip
                 engine.submit(request, lambda delta, number=number: sink(number, delta))
             if job.aborted_after is not None and job.arrives_at + job.aborted_after == step:
@@ -97,12 +98,14 @@ _solo_engines: dict[Path, Engine] = {}
 
 
 def alone(path: Path, job: Job) -> list[Answer]:
-    """Return what the job gets with the engine to itself: one thread, whole prompts, a big pool."""
-    job = replace(job, arrives_at=0, aborted_after=None)
+    """Return what the job gets with the engine to itself: one thread, whole prompts, no cache."""
+    job = replace(job, arrives_at=0, aborted_after=None, salt="")
     key = (path, repr(job))
     if key not in _alone:
         if path not in _solo_engines:
-            _solo_engines[path] = make_engine(path, num_threads=1, max_batched_tokens=256)
+            _solo_engines[path] = make_engine(
+                path, num_threads=1, max_batched_tokens=256, prefix_cache=False
+            )
         _alone[key] = run(_solo_engines[path], [job])[0]
     return _alone[key]
 
@@ -122,10 +125,19 @@ params = st.builds(
     logprobs=st.sampled_from([0, 2]),
     ignore_eos=st.just(True),
 )
+# Prompts of two families, cut anywhere and ended by some tokens of their own: they share beginnings
+# of any length, and are of other tokens at any place.
+prompts = st.builds(
+    lambda family, cut, tail: (tuple((family + 3 * i) % 256 for i in range(cut)) + tail)[:70],
+    family=st.sampled_from([7, 7, 7, 100]),
+    cut=st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 48, 64, 65, 70]),
+    tail=st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple) | st.just((5,)),
+)
 jobs = st.builds(
     Job,
-    prompt=st.lists(st.integers(0, 255), min_size=1, max_size=70).map(tuple),
+    prompt=prompts,
     params=params,
+    salt=st.sampled_from(["", "", "", "another tenant"]),
     arrives_at=st.integers(0, 25),
     aborted_after=st.none() | st.none() | st.integers(0, 20),
 )
@@ -134,7 +146,8 @@ engine_options = st.fixed_dictionaries(
         "num_threads": st.sampled_from([1, 2]),
         "max_batched_tokens": st.sampled_from([4, 7, 16, 33, 128]),
         "max_num_seqs": st.sampled_from([1, 3, 4]),
-        "policy": st.sampled_from(["fcfs", "priority"]),
+        "policy": st.sampled_from(["fcfs", "priority", "slo:step_ms=0.01,floor=1"]),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
         # A job can need 6 blocks a choice: the small pools force preemption.
         "kv_memory_bytes": st.sampled_from([8, 11, 20, 200]).map(lambda n: n * BLOCK_BYTES),
     }
@@ -161,6 +174,39 @@ def test_any_schedule_gives_each_request_the_bits_it_gets_alone(folder, fmt, opt
                 assert bits == solo_bits[: len(bits)]
             else:
                 assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=2, ignore_eos=True)
+
+
+def test_a_hit_of_any_length_gives_the_bits_of_a_miss(folder):
+    path = model_path(folder, "q4_0")
+    known = tuple(range(70))
+    engine = make_engine(path, num_threads=2)
+    run(engine, [Job(known, GREEDY)])
+    for cut in range(71):
+        tail = (200, cut) if cut < 70 else ()
+        job = Job((*known[:cut], *tail), GREEDY)
+        before = engine.stats().num_prefix_hit
+        assert run(engine, [job]) == [alone(path, job)], cut
+        assert engine.stats().num_prefix_hit - before >= min(cut, 69)
+    engine.stop(5)
+
+
+def test_the_next_turn_of_a_conversation_hits_on_the_answer(folder):
+    path = model_path(folder, "q8_0")
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=4, logprobs=1, ignore_eos=True)
+    engine = make_engine(path, num_threads=2, max_batched_tokens=33)
+    prompt = tuple(range(20))
+    for _ in range(4):
+        job = Job(prompt, params)
+        before = engine.stats().num_prefix_hit
+        [[answer]] = run(engine, [job])
+        assert [answer] == alone(path, job)
+        if len(prompt) > 20:  # all but the last token of the answer, which was never computed
+            assert engine.stats().num_prefix_hit - before >= len(prompt) - 4
+        prompt = (*prompt, *answer[0], 1, 2, 3)
+    engine.stop(5)
 
 
 def test_a_tiny_pool_preempts_and_still_gives_the_same_bits(folder):

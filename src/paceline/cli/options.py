@@ -63,6 +63,14 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[int, _engine("--block-size", "Tokens in a KV block, a multiple of 16.")],
         _DEFAULTS.block_size,
     ),
+    "prefix_cache": (
+        Annotated[
+            bool,
+            _engine("--prefix-cache/--no-prefix-cache", "Begin a prompt after what was computed "
+                    "of it before: same answers, sooner."),
+        ],
+        _DEFAULTS.prefix_cache,
+    ),
     "max_model_len": (
         Annotated[
             int | None,

@@ -14,6 +14,7 @@ from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_ids, check_length
 from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
@@ -56,6 +57,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         recorder: Recorder | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        identity: str = "",
     ) -> None:
         self.last_step = StepStats()
         self.max_model_len = max_model_len
@@ -68,12 +70,18 @@ class Engine:
         self._num_model_ids = vocab_size
         known_eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
         self._pool = BlockPool(num_blocks)
+        self._cache = (
+            PrefixCache(self._pool, block_size=config.block_size, identity=identity, clock=clock)
+            if config.prefix_cache
+            else None
+        )
         self._scheduler = Scheduler(
             policy=load_policy(config.policy),
             pool=self._pool,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_tokens=config.max_batched_tokens,
+            cache=self._cache,
         )
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
@@ -160,6 +168,8 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
+            num_prefix_queried=0 if self._cache is None else self._cache.num_queried,
+            num_prefix_hit=0 if self._cache is None else self._cache.num_hit,
         )
 
     def start(self) -> None:

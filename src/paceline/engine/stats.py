@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """State of the engine between two steps; the last three only ever grow."""
+    """State of the engine between two steps; from `num_preemptions` on all only ever grow."""
 
     num_running: int
     num_waiting: int
@@ -17,6 +17,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_steps: int
     num_generated_tokens: int
+    num_prefix_queried: int = 0  # prompt tokens looked up in the prefix cache
+    num_prefix_hit: int = 0  # and found there
 
 
 class StepStats(Struct, frozen=True, kw_only=True):

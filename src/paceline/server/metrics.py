@@ -71,6 +71,8 @@ class Metrics:
         for name, help_text, total in (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:generation_tokens", "Tokens chosen.", stats.num_generated_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit),
         ):
             yield self._counter(name, help_text, {(): total})
 
