@@ -23,6 +23,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_dtype: KVDtype = "f16"
     kv_memory_bytes: int | None = None  # default: a share of the memory that is free
     prefix_cache: bool = True  # begin a prompt after what has been computed of it before
+    kv_tier: str | None = None  # a spec: where blocks go that the KV cache gives up
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
@@ -51,6 +52,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 raise ParameterError(
                     f"{name} is {value!r}: it must be a {kind.__name__}", param=name
                 )
+        if self.kv_tier is not None and not isinstance(self.kv_tier, str):
+            raise ParameterError(
+                f"kv_tier is {self.kv_tier!r}: it must be a text like disk:path=DIR,size=4G",
+                param="kv_tier",
+            )
+        if self.kv_tier is not None and not self.prefix_cache:
+            raise ParameterError(
+                "kv_tier needs the prefix cache: leave out --no-prefix-cache", param="kv_tier"
+            )
         if self.kv_dtype not in KV_DTYPES:
             raise ParameterError(
                 f"kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from dataclasses import dataclass, replace
 from functools import cache
@@ -207,6 +208,46 @@ def test_the_next_turn_of_a_conversation_hits_on_the_answer(folder):
             assert engine.stats().num_prefix_hit - before >= len(prompt) - 4
         prompt = (*prompt, *answer[0], 1, 2, 3)
     engine.stop(5)
+
+
+def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
+    """A pool of ten blocks, so that nearly all goes to disk; every other engine is a new one."""
+    path = model_path(folder, "q8_0")
+    rng = random.Random(1)
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+    families = [tuple(rng.randrange(256) for _ in range(100)) for _ in range(4)]
+    jobs = [
+        Job((*rng.choice(families)[: rng.randrange(20, 100)], rng.randrange(256)), params,
+            arrives_at=rng.randrange(30))
+        for _ in range(24)
+    ]  # fmt: skip
+    num_restored = 0
+    for _ in range(4):
+        engine = make_engine(
+            path, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
+            kv_tier=f"disk:path={tmp_path},size=64M",
+        )  # fmt: skip
+        engine._cache._tier._store.settle()
+        for _ in range(2):
+            assert run(engine, jobs) == [alone(path, job) for job in jobs]
+        num_restored += engine.stats().num_blocks_restored
+        engine.stop(5)
+        rng.shuffle(jobs)
+    assert num_restored > 50
+
+
+def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
+    job = Job(tuple(range(70)), GREEDY)
+    for kv_dtype in ("f32", "f16"):
+        engine = load_model(
+            str(model_path(folder, "q8_0")),
+            EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",
+                         kv_memory_bytes=40 * BLOCK_BYTES),
+        ).engine  # fmt: skip
+        engine._cache._tier._store.settle()
+        run(engine, [job])
+        assert engine.stats().num_prefix_hit == 0
+        engine.stop(5)
 
 
 def test_a_tiny_pool_preempts_and_still_gives_the_same_bits(folder):

@@ -43,6 +43,7 @@ def make_engine(
     seed: int = 0,
     recorder: Recorder | None = None,
     prefix_cache: bool = False,
+    kv_tier: str | None = None,
 ) -> Engine:
     """Return an engine without a prefix cache, or else tests would share more than they say."""
     config = EngineConfig(
@@ -52,6 +53,7 @@ def make_engine(
         policy=policy,
         seed=seed,
         prefix_cache=prefix_cache,
+        kv_tier=kv_tier,
     )
     vocab_size = tokenizer.vocab_size
     backend = ScriptedBackend(

@@ -224,7 +224,7 @@ class IdleEngine:
     def stats(self):
         return SimpleNamespace(
             num_running=2, num_waiting=3, num_live_blocks=25, num_blocks=100, num_cached_blocks=0,
-            num_prefix_queried=9, num_prefix_hit=5,
+            num_prefix_queried=9, num_prefix_hit=5, num_blocks_stored=0, num_blocks_restored=0,
             num_preemptions=4, num_generated_tokens=5,
         )  # fmt: skip
 

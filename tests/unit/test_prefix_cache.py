@@ -122,10 +122,13 @@ def test_a_preempted_sequence_goes_on_from_what_is_still_cached():
 def test_of_two_that_compute_the_same_block_one_copy_stays():
     cached = Cached()
     prompt = tokens(17)  # too little to be waited for
-    cached.run(make_request("a", (*prompt, 1), ONE), make_request("b", (*prompt, 2), ONE))
-    assert cached.steps == [36]
-    stats = cached.engine.stats()
-    assert stats.num_cached_blocks == 3  # one full block and two tails
+    cached.submit(make_request("a", (*prompt, 1), GREEDY), make_request("b", (*prompt, 2), GREEDY))
+    cached.step()
+    assert (cached.steps, cached.engine.stats().num_live_blocks) == ([36], 4)
+    cached.step()
+    assert cached.engine.stats().num_live_blocks == 3
+    finish(cached.engine)
+    assert cached.engine.stats().num_cached_blocks == 3
 
 
 def test_without_the_cache_nothing_is_found_or_kept():
@@ -319,6 +322,38 @@ def test_a_failed_step_leaves_nothing_in_the_cache():
     assert engine.stats().num_cached_blocks == 0
 
 
+def test_a_copy_that_failed_is_not_taken_for_the_rows_it_should_have():
+    cached = Cached(num_blocks=4, max_model_len=64, max_batched_tokens=64)
+    cached.run(make_request("a", tokens(63), ONE))
+    backend = cached.engine._backend
+    copy_blocks = backend.copy_blocks
+
+    def fail(src, dst):
+        raise RuntimeError("no luck")
+
+    backend.copy_blocks = fail
+    request = make_request("b", (*tokens(60), 47, 47, 47), ONE)  # the source is given up for it
+    assert cached.run(request)["b", 0].end.finish_reason == "error"
+    backend.copy_blocks = copy_blocks
+    assert cached_tokens(cached.run(request), "b") == 48
+
+
+def test_the_last_block_of_choices_that_go_on_is_not_kept_for_the_one_that_ended():
+    params = {"max_tokens": 9, "n": 2, "temperature": 1.5, "ignore_eos": True}
+    for seed in range(9):
+        free = run(
+            make_engine(), make_request("a", tokens(20), SamplingParams(seed=seed, **params))
+        )
+        firsts = [free["a", i].token_ids[0] for i in range(2)]
+        if firsts[0] in free["a", 1].token_ids:
+            continue
+        ends = SamplingParams(seed=seed, stop_token_ids=(firsts[0],), **params)
+        answers = Cached().run(make_request("a", tokens(20), ends))
+        assert [len(answers["a", i].token_ids) for i in range(2)] == [1, 9]
+        return
+    raise AssertionError("no seed makes the choices differ")
+
+
 def test_an_aborted_prompt_leaves_what_it_has_computed():
     cached = Cached(max_batched_tokens=20)
     cached.submit(make_request("a", tokens(50), ONE))
@@ -338,3 +373,68 @@ def test_a_wrong_entry_is_found_by_the_check():
     cache._forget(block)
     with pytest.raises(EngineIntegrityError):
         cached.engine.check_integrity()
+
+
+# ---- the tier ----
+
+
+def settle(cached: Cached) -> None:
+    cached.engine._cache._tier._store.settle()
+
+
+def test_what_memory_gave_up_comes_back_from_disk(tmp_path):
+    cached = Cached(num_blocks=6, max_model_len=96, kv_tier=f"disk:path={tmp_path},size=1M")
+    prompts = {i: tokens(80, begin=n) for n, i in enumerate("abc")}
+    for i, prompt in prompts.items():
+        cached.run(make_request(i, prompt, GREEDY))
+        settle(cached)
+    answers = cached.run(make_request("a", (*prompts["a"], 1), GREEDY))
+    assert cached_tokens(answers) == 80
+    assert cached.engine.stats().num_blocks_restored == 5
+    alone = run(make_engine(), make_request("a", (*prompts["a"], 1), GREEDY))
+    assert answers["a", 0].outcome() == alone["a", 0].outcome()
+    cached.engine.stop()
+
+
+def test_what_was_cached_at_the_end_is_there_after_a_restart(tmp_path):
+    spec = f"disk:path={tmp_path},size=1M"
+    first = Cached(kv_tier=spec)
+    first.run(make_request("a", tokens(80), GREEDY))
+    first.engine.stop()
+    second = Cached(kv_tier=spec)
+    settle(second)
+    answers = second.run(make_request("a", tokens(80), GREEDY))
+    assert cached_tokens(answers) == 64  # whole blocks before the last token
+    alone = run(make_engine(), make_request("a", tokens(80), GREEDY))
+    assert answers["a", 0].outcome() == alone["a", 0].outcome()
+    second.engine.stop()
+
+
+def test_a_broken_file_is_computed_and_so_is_what_follows(tmp_path):
+    spec = f"disk:path={tmp_path},size=1M"
+    first = Cached(kv_tier=spec)
+    first.run(make_request("a", tokens(80), GREEDY))
+    hashes = first.engine._cache._by_hash
+    third = sorted(hashes, key=hashes.get)[2]
+    first.engine.stop()
+    (tmp_path / third.hex()[:2] / third.hex()).write_bytes(b"")
+    second = Cached(kv_tier=spec)
+    settle(second)
+    answers = second.run(make_request("a", tokens(80), GREEDY))
+    assert cached_tokens(answers) == 32
+    alone = run(make_engine(), make_request("a", tokens(80), GREEDY))
+    assert answers["a", 0].outcome() == alone["a", 0].outcome()
+    second.engine.stop()
+
+
+def test_the_second_of_two_does_not_restore_what_the_first_is_restoring(tmp_path):
+    spec = f"disk:path={tmp_path},size=1M"
+    first = Cached(kv_tier=spec)
+    first.run(make_request("a", tokens(80), GREEDY))
+    first.engine.stop()
+    second = Cached(kv_tier=spec)
+    settle(second)
+    answers = second.run(*(make_request(i, (*tokens(80), n), GREEDY) for n, i in enumerate("ab")))
+    assert [cached_tokens(answers, i) for i in "ab"] == [80, 80]
+    assert second.engine.stats().num_blocks_restored == 5
+    second.engine.stop()

@@ -71,6 +71,14 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         _DEFAULTS.prefix_cache,
     ),
+    "kv_tier": (
+        Annotated[
+            str | None,
+            _engine("--kv-tier", "Where blocks of the prefix cache go when the KV cache is full, "
+                    "and stay after the end: disk:path=DIR,size=4G."),
+        ],
+        None,
+    ),
     "max_model_len": (
         Annotated[
             int | None,

@@ -47,6 +47,10 @@ class BlockPool:
     def num_live(self) -> int:
         return self.num_blocks - self.num_available
 
+    def latest_cached(self) -> list[int]:
+        """Return the cached blocks, the last to be given up first."""
+        return list(reversed(self._cached))
+
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks of one holder each. Precondition: `count <= num_available`."""
         if count > self.num_available:

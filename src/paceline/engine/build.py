@@ -184,11 +184,14 @@ def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
 
 def _kv_identity(path: Path, config: EngineConfig, isa: str) -> str:
     """Return what the bits of a KV block depend on, besides its tokens."""
+    from paceline import _native
     from paceline.weights.repack import source_fingerprint
 
-    files = [*source_files(path), path / "config.json"] if path.is_dir() else source_files(path)
-    model = source_fingerprint(files)
-    return f"{model} {config.kv_dtype} {config.block_size} {config.backend} {isa}"
+    files = [*source_files(path), Path(_native.__file__)]
+    if path.is_dir():
+        files.append(path / "config.json")
+    source = source_fingerprint(files)
+    return f"{source} {config.kv_dtype} {config.block_size} {config.backend} {isa}"
 
 
 def display_name(model: str) -> str:

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
+from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool, EngineIntegrityError
 
 if TYPE_CHECKING:
+    from paceline.backends.base import Backend
+    from paceline.engine.kv_tier import U8, KVTier
     from paceline.engine.sequence import Sequence
 
 # Blocks that a sequence ahead must be about to compute before another waits for them. Waiting
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 MIN_COMING = 2
 _MAX_SIBLINGS = 16  # blocks with one parent and one first token that are tried
 _TOKEN_BYTES = 4
+_FLUSH_S = 3.0  # for the tier to take what is cached when the engine stops
 
 
 class Chain(Struct, eq=False):
@@ -50,13 +54,14 @@ class Chain(Struct, eq=False):
 
 
 class Match(Struct, frozen=True):
-    """`num_tokens` tokens are in the cache: those of `blocks`, then rows of the block `source`.
+    """`num_tokens` tokens are known: of `blocks`, of stored blocks, and rows of the block `source`.
 
     `is_coming`: a sequence ahead is computing enough of what is missing to wait for it.
     """
 
     blocks: list[int]
     num_tokens: int
+    num_stored: int = 0  # blocks to be restored from the tier
     source: int | None = None
     is_coming: bool = False
     lookup_ns: int = 0
@@ -87,11 +92,13 @@ class PrefixCache:
         *,
         block_size: int,
         identity: str = "",
+        tier: KVTier | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.num_queried = 0  # tokens looked up
         self.num_hit = 0  # and found
         self._pool = pool
+        self._tier = tier
         self._block_size = block_size
         self._identity = blake2b(identity.encode(), digest_size=32).digest()
         self._clock = clock
@@ -133,16 +140,38 @@ class PrefixCache:
             if block is None or self._entries[block].packed != chain.packed[i]:
                 break
             blocks.append(block)
-        if self._is_coming(seq, len(blocks)):
+        is_coming = self._is_coming(seq, len(blocks))
+        num_stored = 0
+        if self._tier is not None and not is_coming:
+            keys = [self._hash(seq, i) for i in range(len(blocks), limit // size)]
+            num_stored = self._tier.num_worth_restoring(keys, size)
+        num_blocks = len(blocks) + num_stored
+        if is_coming or (num_stored and self._is_coming(seq, num_blocks)):
             chain.waits_since_ns = chain.waits_since_ns or now_ns
             return Match([], 0, is_coming=True)
         chain.ended_waits_ns = chain.waited_until(now_ns)
         chain.waits_since_ns = 0
-        num_tokens = len(blocks) * size
+        num_tokens = num_blocks * size
         rest = _pack(seq.token_ids[num_tokens : min(num_tokens + size, limit)])
-        source, num_rows = self._closest(chain.parent(len(blocks)), rest)
+        source, num_rows = self._closest(chain.parent(num_blocks), rest)
         lookup_ns = self._clock() - begin_ns
-        return Match(blocks, num_tokens + num_rows, source, lookup_ns=lookup_ns)
+        return Match(blocks, num_tokens + num_rows, num_stored, source, lookup_ns=lookup_ns)
+
+    def restore(self, seq: Sequence, match: Match) -> tuple[Match, U8]:
+        """Read the stored blocks of `match`, [number, bytes]; return the match that this leaves.
+
+        They are written to the pool before the step runs, and published after it.
+        """
+        chain, tier = self._chain(seq), self._tier
+        assert tier is not None
+        begin_ns = self._clock()
+        first, end = len(match.blocks), len(match.blocks) + match.num_stored
+        data = tier.load(chain.hashes[first:end], chain.packed[first:end])
+        chain.lookup_ns += self._clock() - begin_ns
+        if len(data) == match.num_stored:
+            return match, data
+        num_tokens = (first + len(data)) * self._block_size
+        return Match(match.blocks, num_tokens, len(data), lookup_ns=match.lookup_ns), data
 
     def admitted(self, seq: Sequence, match: Match) -> None:
         """`seq` runs now, with `match` in its table: promise the rest of its full blocks."""
@@ -261,11 +290,42 @@ class PrefixCache:
         entry = self._entries.pop(block)
         if entry.hash is not None:
             del self._by_hash[entry.hash]
+            if self._tier is not None:
+                self._tier.store(block, entry.hash, entry.packed)
         key = (entry.parent, entry.packed[:_TOKEN_BYTES])
         siblings = self._children[key]
         del siblings[block]
         if not siblings:
             del self._children[key]
+
+    def figures(self) -> dict[str, int]:
+        """Return the counts that EngineStats has of the cache."""
+        tier = self._tier
+        return {
+            "num_prefix_queried": self.num_queried,
+            "num_prefix_hit": self.num_hit,
+            "num_blocks_stored": 0 if tier is None else tier.num_stored,
+            "num_blocks_restored": 0 if tier is None else tier.num_restored,
+        }
+
+    def observe(self, num_tokens: int, forward_s: float) -> None:
+        """Learn what a step cost."""
+        if self._tier is not None:
+            self._tier.observe(num_tokens, forward_s)
+
+    def close(self) -> None:
+        """Let the tier keep what is cached, the latest used first. Idempotent."""
+        tier = self._tier
+        if tier is None or tier.is_closed:
+            return
+        deadline = time.monotonic() + _FLUSH_S
+        for block in self._pool.latest_cached():
+            entry, left_s = self._entries[block], deadline - time.monotonic()
+            if entry.hash is not None and (
+                left_s <= 0 or not tier.store(block, entry.hash, entry.packed, wait_s=left_s)
+            ):
+                break
+        tier.close(max(deadline - time.monotonic(), 0.1))
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise EngineIntegrityError unless entries, kept blocks and promises agree."""
@@ -283,6 +343,27 @@ class PrefixCache:
             num_full = seq.num_computed // self._block_size
             for block in self._entries.keys() & set(seq.block_table[num_full:]):
                 raise EngineIntegrityError(f"sequence {seq.number} may write to block {block}")
+
+
+def open_cache(
+    config: EngineConfig,
+    pool: BlockPool,
+    backend: Backend,
+    *,
+    identity: str,
+    clock: Callable[[], int],
+) -> PrefixCache | None:
+    """Return the cache that `config` asks for, with its tier, or None."""
+    if not config.prefix_cache:
+        return None
+    tier = None
+    if config.kv_tier is not None:
+        from paceline.engine.kv_tier import open_tier
+
+        tier = open_tier(config.kv_tier, backend)
+    return PrefixCache(
+        pool, block_size=config.block_size, identity=identity, tier=tier, clock=clock
+    )
 
 
 def _pack(token_ids: list[int]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct, field
 
 from paceline.engine.block_pool import BlockPool
@@ -9,17 +11,24 @@ from paceline.engine.prefix_cache import Match, PrefixCache
 from paceline.engine.sequence import Sequence, State
 from paceline.policies.base import Budget, Policy
 
+if TYPE_CHECKING:
+    from paceline.engine.kv_tier import U8
+
 _NOTHING = Match([], 0)
 
 
 class Schedule(Struct):
-    """One step: `chunks` of (sequence, tokens to compute), and blocks to copy before it."""
+    """One step: `chunks` of (sequence, tokens to compute), and what is done before it.
+
+    First blocks are copied, in order, then `writes` of (blocks, their content) are made.
+    """
 
     start_ns: int
     is_short_of_kv: bool = False  # the first that waits was not admitted for want of blocks
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     copy_src: list[int] = field(default_factory=list)
     copy_dst: list[int] = field(default_factory=list)
+    writes: list[tuple[list[int], U8]] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
 
@@ -61,6 +70,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
+
+    def observe(self, num_tokens: int, forward_s: float) -> None:
+        """Let those who plan by the cost of a step learn what one cost."""
+        self.policy.observe(num_tokens, forward_s)
+        if self.cache is not None:
+            self.cache.observe(num_tokens, forward_s)
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -187,11 +202,16 @@ class Scheduler:
         seq.state = State.RUNNING
         seq.block_table.extend(match.blocks)
         seq.block_table.extend(pool.allocate(num_blocks))
+        begin = len(match.blocks)
+        if match.num_stored and self.cache is not None:
+            match, data = self.cache.restore(seq, match)
+            schedule.writes.append((seq.block_table[begin : begin + len(data)], data))
+            begin += len(data)
         if match.source is not None:
             # Copies run in order and before anything is written: even a source that has just been
             # given up for new blocks is still what it was.
             schedule.copy_src.append(match.source)
-            schedule.copy_dst.append(seq.block_table[len(match.blocks)])
+            schedule.copy_dst.append(seq.block_table[begin])
         seq.num_computed = match.num_tokens
         if self.cache is not None:
             self.cache.admitted(seq, match)
