@@ -199,7 +199,9 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[Server], None]]] = {
 
 @contextmanager
 def serving(model: str, options: list[str]) -> Iterator[Server]:
-    command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0", *options]
+    # The examples repeat their prompts, and mean them to be computed.
+    command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0",
+               "--no-prefix-cache", *options]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

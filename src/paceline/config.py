@@ -25,6 +25,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_dtype: KVDtype = "f16"
     kv_memory_bytes: int | None = None  # default: a share of the memory that is free
     activations: Activations = "q8"  # what linears over quantised weights read
+    prefix_cache: bool = True  # begin a prompt after what has been computed of it before
+    kv_tier: str | None = None  # a spec: where blocks go that the KV cache gives up
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
@@ -46,6 +48,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 )
         for name, kind in (
             ("policy", str), ("backend", str), ("seed", int), ("ledger", bool),
+            ("prefix_cache", bool),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, kind):
@@ -58,6 +61,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 raise ParameterError(
                     f"{name} is {value!r}: choose one of {', '.join(choices)}", param=name
                 )
+        if self.kv_tier is not None and not isinstance(self.kv_tier, str):
+            raise ParameterError(
+                f"kv_tier is {self.kv_tier!r}: it must be a text like disk:path=DIR,size=4G",
+                param="kv_tier",
+            )
+        if self.kv_tier is not None and not self.prefix_cache:
+            raise ParameterError(
+                "kv_tier needs the prefix cache: leave out --no-prefix-cache", param="kv_tier"
+            )
         if self.block_size % 16 or self.block_size > 256:
             raise ParameterError(
                 f"block_size is {self.block_size}: choose a multiple of 16, at most 256",

@@ -69,7 +69,8 @@ def make_call(clock, *, on_close=lambda call: None, n=1, stream=False, status=20
             arrival_ms, queue_budget=2, prefill=8, prefill_others=2, decode=18 - idx, sample=2
         )
         first_ns = ledger.begin_ns + 12 * MS
-        ledger.first_text, ledger.first_text_ns = tuple(ledger.ns[:11]) + (0,) * 6, first_ns
+        before = (ns if part < Part.DECODE else 0 for part, ns in enumerate(ledger.ns))
+        ledger.first_text, ledger.first_text_ns = tuple(before), first_ns
         clock.ms = ledger.end_ns / MS + 1
         call.ended(idx, last_delta(ledger, **end))
     if stream:
@@ -200,7 +201,7 @@ def test_memory_stays_flat_over_many_calls_and_steps(clock):
     work(1000)
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert grown < 300_000  # 64 calls' worth of replaced objects, not a thousand's
+    assert grown < 350_000  # 64 calls' worth of replaced objects, not a thousand's
 
 
 # ---- metrics ----
@@ -223,6 +224,7 @@ class IdleEngine:
     def stats(self):
         return SimpleNamespace(
             num_running=2, num_waiting=3, num_live_blocks=25, num_blocks=100, num_cached_blocks=0,
+            num_prefix_queried=9, num_prefix_hit=5, num_blocks_stored=0, num_blocks_restored=0,
             num_preemptions=4, num_generated_tokens=5,
         )  # fmt: skip
 

@@ -145,6 +145,7 @@ def load_model(
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
     recorder = _new_recorder(checkpoint, config) if config.ledger else None
+    isa = str(getattr(backend, "isa", config.backend))
     engine = Engine(
         backend=backend,
         tokenizer=tokenizer,
@@ -154,6 +155,7 @@ def load_model(
         vocab_size=checkpoint.config.vocab_size,
         eos_ids=checkpoint.generation.eos_ids,
         recorder=recorder,
+        identity=_kv_identity(checkpoint.path, config, isa),
     )
     loaded = LoadedModel(
         name=display_name(model),
@@ -165,7 +167,7 @@ def load_model(
         backend=backend,
         recorder=recorder,
         config=resolved,
-        isa=str(getattr(backend, "isa", config.backend)),
+        isa=isa,
         threads_reason=str(getattr(backend, "num_threads_reason", "it has one")),
         weight_bytes=weight_bytes,
         kv=kv,
@@ -180,6 +182,19 @@ def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
     from paceline.measure.work import step_work
 
     return StepRecorder(step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype))
+
+
+def _kv_identity(path: Path, config: EngineConfig, isa: str) -> str:
+    """Return what the bits of a KV block depend on, besides its tokens."""
+    from paceline import _native
+    from paceline.weights.repack import source_fingerprint
+
+    files = [*source_files(path), Path(_native.__file__)]
+    if path.is_dir():
+        files.append(path / "config.json")
+    source = source_fingerprint(files)
+    formats = f"{config.kv_dtype} {config.block_size} {config.activations}"
+    return f"{source} {formats} {config.backend} {isa}"
 
 
 def display_name(model: str) -> str:

@@ -22,6 +22,8 @@ class Part(enum.IntEnum):
     TOKENISE = enum.auto()
     QUEUE_BUDGET = enum.auto()
     QUEUE_KV = enum.auto()
+    QUEUE_PREFIX = enum.auto()
+    CACHE_LOOKUP = enum.auto()
     ENGINE = enum.auto()
     PREFILL = enum.auto()
     PREFILL_OTHERS = enum.auto()
@@ -60,6 +62,8 @@ class Ledger(Struct, eq=False, kw_only=True):
     num_seen: int = 0  # tokens that were in the KV cache at some time
     num_repeated: int = 0  # tokens with which an earlier prompt began, too
     num_preemptions: int = 0
+    prefix_wait_ns: int = 0  # of the waits for a common prefix, what is booked
+    lookup_ns: int = 0  # of the look-ups in the prefix cache, what is booked
     num_steps: int = 0
     last_step: int | None = None
     first_text: tuple[int, ...] | None = None  # `ns` when the first visible text was made

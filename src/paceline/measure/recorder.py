@@ -59,6 +59,10 @@ class StepRecorder:
             if not ledger.num_steps:
                 ledger.num_repeated = self._repeats.see(seq.request.prompt_token_ids)
             self._book_wait(ledger, seq, start_ns)
+            if seq.chain is not None and seq.chain.lookup_ns > ledger.lookup_ns:
+                spent_ns = seq.chain.lookup_ns - ledger.lookup_ns
+                ledger.lookup_ns += spent_ns
+                ledger.spend(Part.CACHE_LOOKUP, min(start_ns + spent_ns, built_ns))
             ledger.spend(Part.ENGINE, built_ns)
             chunks.append(_chunk(seq, ledger, n))
         self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
@@ -132,11 +136,16 @@ class StepRecorder:
         begin_ns = ledger.mark_ns
         if seq.num_preemptions > ledger.num_preemptions:
             ledger.num_preemptions = seq.num_preemptions
+            ledger.prefix_wait_ns += _new_prefix_wait(ledger, seq, now_ns)
             ledger.spend(Part.QUEUE_KV, now_ns)
             ledger.preempted_ns += now_ns - begin_ns
         elif ledger.last_step == self._record.number:
             ledger.spend(Part.ENGINE, now_ns)
         else:
+            waited_ns = _new_prefix_wait(ledger, seq, now_ns)
+            ledger.prefix_wait_ns += waited_ns
+            begin_ns = min(begin_ns + waited_ns, now_ns)
+            ledger.spend(Part.QUEUE_PREFIX, begin_ns)
             short_ns = min(max(self._short_until(now_ns) - ledger.short_ns, 0), now_ns - begin_ns)
             ledger.spend(Part.QUEUE_KV, begin_ns + short_ns)
             ledger.spend(Part.QUEUE_BUDGET, now_ns)
@@ -167,6 +176,11 @@ class StepRecorder:
                 for other in prefills:
                     if other.request_id != chunk.request_id:
                         ledger.accuse(other.request_id, lost * other.num_tokens // (total - n))
+
+
+def _new_prefix_wait(ledger: Ledger, seq: Sequence, now_ns: int) -> int:
+    """Return how long `seq` has waited for others' prefixes beyond what is booked."""
+    return 0 if seq.chain is None else seq.chain.waited_until(now_ns) - ledger.prefix_wait_ns
 
 
 def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:

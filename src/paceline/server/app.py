@@ -168,6 +168,7 @@ class Server:
                 prompt_token_ids=tuple(prompt),
                 params=params,
                 priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
                 arrival_ns=arrival_ns,
             )
             for idx, prompt in enumerate(prompts)

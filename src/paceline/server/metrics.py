@@ -72,6 +72,10 @@ class Metrics:
         for name, help_text, total in (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:generation_tokens", "Tokens chosen.", stats.num_generated_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit),
+            ("paceline:kv_tier_blocks_stored", "KV blocks stored.", stats.num_blocks_stored),
+            ("paceline:kv_tier_blocks_restored", "And restored.", stats.num_blocks_restored),
         ):
             yield self._counter(name, help_text, {(): total})
 
