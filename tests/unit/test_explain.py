@@ -6,6 +6,7 @@ import json
 
 import pytest
 import typer
+from msgspec.structs import replace
 
 from paceline.cli.explain import installed_model, read_options
 from paceline.cli.serve import serve
@@ -163,7 +164,8 @@ def test_costs_are_never_negative():
 def test_every_change_is_an_option_of_serve():
     alone = typer.Typer()
     alone.command()(serve)
-    known = {name for param in typer.main.get_command(alone).params for name in param.opts}
+    params = typer.main.get_command(alone).params
+    known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
     calls = [
         call({"queue_kv": 100, "queue_budget": 100, "prefill": 100, "prefill_others": 200},
              {"decode": 100, "decode_others": 200}, others_prefill_ms=300)
@@ -172,14 +174,26 @@ def test_every_change_is_an_option_of_serve():
         StepFacts(num_tokens=n, num_decode=8, num_seqs=8, forward_s=0, duration_s=0.01 + n / 1e3)
         for n in (8, 100)
     )
-    options = dict(kv_dtype="f32", block_size=64, num_threads=1, max_batched_tokens=300)
+    options = dict(
+        prefix_cache=False, kv_dtype="f32", block_size=64, num_threads=1, max_batched_tokens=300
+    )
     proposed = situation(*calls, steps=full, **options)
     changes = [lever(proposed) for lever in LEVERS.values()]
     flags = {flag for proposal in changes if proposal for flag in proposal.change}
-    assert {"--threads", "--kv-memory", "--max-batched-tokens", "--policy", "--max-num-seqs",
+    assert {"--prefix-cache", "--threads", "--kv-memory", "--max-batched-tokens", "--policy", "--max-num-seqs",
             "--block-size", "--kv-dtype"} == flags  # fmt: skip
     assert flags <= known
     assert set(options_of(SERVER)) <= known
+
+
+def test_the_prefix_cache_spares_what_repeats():
+    calls = [call({"prefill": 100}, {}, repeated=r) for r in (0, 96, 96, 96)]
+    found = advice(situation(*calls, prefix_cache=False), "prefix-cache")
+    assert after(found, "ttft", 50) == pytest.approx(100 * (1 - 0.72))
+    assert advice(situation(*calls), "prefix-cache") is None  # it is on
+    cached = [replace(c, cached_tokens=c.repeated_tokens) for c in calls]
+    assert situation(*calls).repeated_share == pytest.approx(0.72)
+    assert situation(*cached).repeated_share == 0
 
 
 def test_a_larger_budget_saves_the_steps_that_it_spares():
@@ -316,6 +330,20 @@ def test_a_run_is_planned_with_its_lengths_and_times_and_other_tokens():
     assert [len(p.body["prompt"]) for p in (first, second)] == [3, 5]
     assert [p.at_s for p in (first, second)] == [0.0, 2.0]
     assert first.body["prompt"] != second.body["prompt"][:3]
+
+
+def test_a_replay_repeats_the_beginnings_that_repeated():
+    calls = [
+        call({"prefill": 1}, {}, num_prompt=n, began_at=float(i), repeated=r)
+        for i, (n, r) in enumerate(((100, 0), (90, 64), (80, 0)))
+    ]
+    first, second, third = (
+        p.body["prompt"] for p in plan_of_run(Facts(source="x", calls=tuple(calls)))
+    )
+    assert first[:64] == second[:64]
+    assert first[64:80] != second[64:80]
+    assert third[:32] != first[:32]
+    assert [len(p) for p in (first, second, third)] == [100, 90, 80]
 
 
 def test_rounds_are_pooled():

@@ -178,6 +178,14 @@ class Situation(Struct, frozen=True, kw_only=True):
         )
         return full_s / total_s if total_s else 0.0
 
+    @property
+    def repeated_share(self) -> float:
+        """The share of the prompts' tokens that repeat a beginning and were computed anew."""
+        calls = self.facts.calls
+        repeated = sum(max(call.repeated_tokens - call.cached_tokens, 0) for call in calls)
+        in_all = sum(call.prompt_tokens for call in calls)
+        return repeated / in_all if in_all else 0.0
+
     def prompt_ms(self, num_tokens: float) -> float:
         """Return what a prompt of so many tokens costs by itself, by those that were computed."""
         calls = self.facts.calls
