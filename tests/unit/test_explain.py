@@ -180,8 +180,10 @@ def test_every_change_is_an_option_of_serve():
     proposed = situation(*calls, steps=full, **options)
     changes = [lever(proposed) for lever in LEVERS.values()]
     flags = {flag for proposal in changes if proposal for flag in proposal.change}
-    assert {"--prefix-cache", "--threads", "--kv-memory", "--max-batched-tokens", "--policy", "--max-num-seqs",
-            "--block-size", "--kv-dtype"} == flags  # fmt: skip
+    assert flags == {
+        "--prefix-cache", "--threads", "--kv-memory", "--max-batched-tokens", "--policy",
+        "--max-num-seqs", "--block-size", "--kv-dtype",
+    }  # fmt: skip
     assert flags <= known
     assert set(options_of(SERVER)) <= known
 
