@@ -275,7 +275,7 @@ def test_a_workload_is_run_and_explained(model, tmp_path):
         (["WORK"], "--model"),
         (["TRACE", "--verify"], "--model"),
         (["TRACE", "--serve", "--threads 1"], "--serve is for a workload"),
-        (["WORK", "--model", "MODEL", "--serve", "--threads"], "write pairs"),
+        (["WORK", "--model", "MODEL", "--serve", "--threads"], "needs a number"),
         (["TRACE", "--model", "OTHER"], "name the same model"),
     ],
 )

@@ -357,14 +357,15 @@ def test_rounds_are_pooled():
     assert [c.began_at for c in together.calls] == [0.0, 1.0]
 
 
-def test_options_of_serve_are_pairs():
-    assert read_options("--max-num-seqs 2 --threads 1") == {
-        "--max-num-seqs": "2", "--threads": "1",
+def test_options_of_serve_have_a_value_or_none():
+    assert read_options("--max-num-seqs 2 --no-prefix-cache --threads 1") == {
+        "--threads": "1", "--max-num-seqs": "2", "--no-prefix-cache": "",
     }  # fmt: skip
     assert list(read_options("")) == ["--threads"]
-    for text in ("--no-ledger", "max-num-seqs 2"):
-        with pytest.raises(ParameterError, match="pairs"):
-            read_options(text)
+    with pytest.raises(ParameterError, match="value of no option"):
+        read_options("--max-num-seqs 2 3")
+    with pytest.raises(ParameterError, match="needs a number"):
+        read_options("--threads --no-prefix-cache")
 
 
 def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(
