@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from paceline.cli.explain import installed_model, read_options
 from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
+from paceline.explain import costs
 from paceline.explain.causes import WORDS, find, gather, tpot_causes
 from paceline.explain.costs import Situation, StepCosts, fit_steps, scaled_costs
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
@@ -19,10 +20,13 @@ from paceline.explain.replay import plan_of_file, plan_of_run
 from paceline.explain.report import advise, explain, situation_of
 from paceline.explain.sources import from_file
 from paceline.explain.verify import pool
+from paceline.measure.ceilings import MachineCeilings
+from paceline.measure.floors import chunk_work, floor_s, prefill_work
 from paceline.measure.ledger import Part
 from paceline.measure.machine import Machine
 from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_table import Curve, StepTable
+from tests.unit.test_floors import CEILINGS, COSTS
 
 SERVER = ServerFacts(
     model="m", isa="avx2", num_threads=2, machine_threads=2, max_num_seqs=8,
@@ -124,6 +128,22 @@ def test_the_tail_can_have_another_cause_than_the_median():
     assert find(calls, "ttft", 99).main == "kv_memory"
 
 
+def test_a_floor_counts_only_what_the_cache_did_not_have():
+    machine = costs.Machine(
+        ceilings=MachineCeilings(
+            machine=MACHINE, measured_at=0.0, busy_cores=0.0,
+            by_threads=(replace(CEILINGS, num_threads=2),),
+        ),
+        costs=COSTS, num_threads=2, table=None,
+    )  # fmt: skip
+    whole, cached = call({"prefill": 1}, {}), call({"prefill": 1}, {})
+    cached = replace(cached, cached_tokens=99)
+    full, rest = (machine.floor_ms(find([c], "ttft", 50)) for c in (whole, cached))
+    assert full == pytest.approx(floor_s(prefill_work(COSTS, 100), CEILINGS) * 1e3)
+    last = chunk_work(COSTS, num_seqs=1, num_tokens=1, context=99, num_logit_rows=1)
+    assert rest == pytest.approx(floor_s(last, CEILINGS) * 1e3)
+
+
 def test_answers_of_one_token_have_no_tpot():
     assert find([call({"prefill": 1}, {}, num_tokens=1)], "tpot", 50) is None
 
@@ -132,10 +152,10 @@ def test_answers_of_one_token_have_no_tpot():
 
 
 def test_the_line_through_steps_is_found():
-    costs = fit_steps(STEPS)
-    assert costs.base_s == pytest.approx(0.010)
-    assert costs.token_s == pytest.approx(0.001)
-    assert costs.prefill_s(1000, 100) == pytest.approx(10 * 0.010 + 1.0)
+    line = fit_steps(STEPS)
+    assert line.base_s == pytest.approx(0.010)
+    assert line.token_s == pytest.approx(0.001)
+    assert line.prefill_s(1000, 100) == pytest.approx(10 * 0.010 + 1.0)
 
 
 def test_a_stall_bends_the_line_little():
@@ -423,9 +443,9 @@ def test_a_known_table_is_scaled_to_the_steps_that_ran():
         StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=0, duration_s=s)
         for n, s in ((1, 0.02), (8, 0.04), (8, 9.0), (8, 0.04))
     ]
-    costs = scaled_costs(table, slow)
-    assert costs.scale == pytest.approx(2.0)
+    scaled = scaled_costs(table, slow)
+    assert scaled.scale == pytest.approx(2.0)
     # A line through steps of 1 and 8 tokens would expect a step of 512 to take 1.5 s.
-    assert costs.prefill_s(512, 512) == pytest.approx(1.2)
-    assert costs.chunk_s(8) == pytest.approx(0.04)
-    assert costs.step_s(4) == pytest.approx(0.026)
+    assert scaled.prefill_s(512, 512) == pytest.approx(1.2)
+    assert scaled.chunk_s(8) == pytest.approx(0.04)
+    assert scaled.step_s(4) == pytest.approx(0.026)

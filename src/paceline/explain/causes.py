@@ -46,6 +46,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     causes: Causes  # the largest first
     num_calls: int  # that have the metric
     prompt_tokens: float  # means over the calls near the percentile
+    cached_tokens: float  # of the prompts, found in the prefix cache
     context_tokens: float
 
     @property
@@ -107,6 +108,7 @@ def find(calls: Sequence[CallFacts], metric: Metric, percentile: int) -> Finding
         causes={cause: ms * scale for cause, ms in in_order if ms > 0},
         num_calls=len(ranked),
         prompt_tokens=_mean(call.prompt_tokens for call in near),
+        cached_tokens=_mean(call.cached_tokens for call in near),
         context_tokens=_mean(call.prompt_tokens + call.completion_tokens / 2 for call in near),
     )
 
