@@ -49,7 +49,7 @@ class DiskStore:
                 param="kv_tier",
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it tells what was said
             self._lock_file = (path / "lock").open("ab")
         except OSError as error:
             raise ParameterError(
@@ -127,7 +127,8 @@ class DiskStore:
         with suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
-        self._lock_file.close()
+        if not self._thread.is_alive():  # or it goes on writing, until the process ends
+            self._lock_file.close()
 
     # ---- the writing thread ----
 
