@@ -27,6 +27,7 @@ _HEAD = struct.Struct("<16s32s")  # magic with the format's version, sha256 of a
 _MAGIC = b"paceline-kv-1\n\0\0"
 _TEMPORARY = ".new"
 _QUEUE_BYTES = 64 * 2**20  # blocks that wait for the disk, at most
+_SCAN_S = 0.5  # that a look-up waits for the list of a large folder
 _PAUSE_S = 60.0  # without writing, after the disk refused
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class DiskStore:
         return True
 
     def __contains__(self, key: bytes) -> bool:
+        if not self._is_scanned.is_set():  # or the first prompt after a restart might find nothing
+            self._is_scanned.wait(_SCAN_S)
         return key in self._sizes
 
     def put(self, key: bytes, tokens: bytes, block: U8, *, wait_s: float = 0.0) -> bool:
