@@ -227,6 +227,27 @@ void Program::copy_block(int src, int dst) {
   ptrdiff_t distance = (ptrdiff_t(dst) - src) * ptrdiff_t(layer_block_bytes_);
   for_block_parts(src, [&](uint8_t* part) { std::memmove(part + distance, part, layer_block_bytes_); });
 }
+void Program::check_slot(int64_t slot) const {
+  const int64_t num_slots = int64_t(kv_shape_.num_blocks) * kv_shape_.block_size;
+  if (slot < 0 || slot >= num_slots)
+    fail("slot " + std::to_string(slot) + " is outside of the KV cache of " + std::to_string(num_slots) + " slots");
+}
+void Program::copy_slot(int src, int dst) {
+  const size_t size = size_t(kv_shape_.block_size), dim = size_t(kv_shape_.head_dim);
+  const size_t head_bytes = layer_block_bytes_ / size_t(kv_shape_.kv_heads), item = head_bytes / (size * dim);
+  const size_t from = size_t(src) / size * layer_block_bytes_, to = size_t(dst) / size * layer_block_bytes_;
+  const size_t from_key = size_t(src) % size, to_key = size_t(dst) % size;
+  for (int layer = 0; layer < kv_shape_.num_layers; layer++) {
+    for (int head = 0; head < kv_shape_.kv_heads; head++) {
+      const size_t at = size_t(layer) * step_.kv.layer_bytes + size_t(head) * head_bytes;
+      for (size_t d = 0; d < dim; d++)
+        std::memcpy(k_.data() + at + to + (d * size + to_key) * item,
+                    k_.data() + at + from + (d * size + from_key) * item, item);
+      std::memmove(v_.data() + at + to + to_key * dim * item, v_.data() + at + from + from_key * dim * item,
+                   dim * item);
+    }
+  }
+}
 void Program::read_block(int block, uint8_t* to) const {
   for_block_parts(block, [&](const uint8_t* part) {
     std::memcpy(to, part, layer_block_bytes_);

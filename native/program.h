@@ -63,6 +63,8 @@ class Program {
   size_t block_bytes() const { return 2 * size_t(kv_shape_.num_layers) * layer_block_bytes_; }
   void check_block(int64_t block) const;
   void copy_block(int src, int dst);
+  void check_slot(int64_t slot) const;
+  void copy_slot(int src, int dst);  // K and V of one token, all layers
   void read_block(int block, uint8_t* to) const;
   void write_block(int block, const uint8_t* from);
 
