@@ -25,6 +25,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
+    speculate: str = "off"  # how to draft ahead: a spec, e.g. "ngram:max=8"
     seed: int = 0  # base of the seeds of requests that bring none
     ledger: bool = False  # book where each request's time goes
 
@@ -42,7 +43,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                     f"{name} is {value}: it must be at most {MAX_STEP}", param=name
                 )
         for name, kind in (
-            ("policy", str), ("backend", str), ("seed", int), ("ledger", bool),
+            ("policy", str), ("backend", str), ("speculate", str), ("seed", int), ("ledger", bool),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, kind):

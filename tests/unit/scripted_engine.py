@@ -9,6 +9,7 @@ from paceline.backends.base import StepInput
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.recorder import Recorder
+from paceline.engine.speculation.base import Pace, Proposer
 from paceline.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.unit.piece_tokenizer import PieceTokenizer
 from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script
@@ -42,8 +43,11 @@ def make_engine(
     policy: str = "fcfs",
     seed: int = 0,
     recorder: Recorder | None = None,
+    proposer: Proposer | None = None,
+    pace: Pace | None = None,
 ) -> Engine:
     config = EngineConfig(
+        speculate="off" if proposer is None else "ngram",
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
@@ -66,6 +70,8 @@ def make_engine(
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         recorder=recorder,
+        proposer=proposer,
+        pace=pace,
         clock=clock or Clock(),
     )
 

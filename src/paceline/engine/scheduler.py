@@ -19,6 +19,8 @@ class Schedule(Struct):
     copy_dst: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_drafted: int = 0  # of the tokens: guesses (`speculation`)
+    draft_ns: int = 0  # how long it took to make them
 
 
 class Scheduler:

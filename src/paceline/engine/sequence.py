@@ -12,6 +12,7 @@ from paceline.engine.sampler import SamplerState
 from paceline.types import FinishReason, Request, Timings, Usage
 
 if TYPE_CHECKING:
+    from paceline.engine.speculation.base import Draft
     from paceline.measure.ledger import Ledger
 
 
@@ -65,6 +66,9 @@ class Sequence(Struct, eq=False, kw_only=True):
     block_table: list[int] = field(default_factory=list)
     table_epoch: int = 0  # changes when an entry of block_table changes; appending leaves it
     num_preemptions: int = 0
+    draft: Draft | None = None  # guesses that this step checks
+    num_drafted: int = 0  # guesses checked so far
+    num_accepted: int = 0  # and those that were right
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scheduled_ns: int = 0
@@ -135,4 +139,6 @@ class Sequence(Struct, eq=False, kw_only=True):
             tpot_s=tpot_s,
             e2e_s=(now_ns - self.arrival_ns) / 1e9,
             num_preemptions=self.num_preemptions,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )

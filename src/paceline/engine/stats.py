@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from paceline.engine.speculation.stats import SpecStats
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """State of the engine between two steps; the last three only ever grow."""
+    """State of the engine between two steps; from `num_preemptions` on all only ever grow."""
 
     num_running: int
     num_waiting: int
@@ -17,6 +22,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_steps: int
     num_generated_tokens: int
+    speculation: SpecStats | None = None  # None: off
 
 
 class StepStats(Struct, frozen=True, kw_only=True):

@@ -55,13 +55,16 @@ class StepRecorder:
             ledger = seq.ledger
             assert ledger is not None
             self._book_wait(ledger, seq, start_ns)
+            if schedule.draft_ns:
+                ledger.spend(Part.ENGINE, scheduled_ns - schedule.draft_ns)
+                ledger.spend(Part.DRAFT, scheduled_ns)
             ledger.spend(Part.ENGINE, built_ns)
             chunks.append(_chunk(seq, ledger, n))
         self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
-        for seq, n in schedule.chunks:
+        for (seq, n), chunk in zip(schedule.chunks, chunks, strict=True):
             ledger = seq.ledger
             assert ledger is not None
-            num_known = seq.num_computed + n
+            num_known = seq.num_computed + n - chunk.num_drafted
             if num_known > ledger.num_seen:
                 ledger.num_seen = num_known
             ledger.mark_ns = work_ns
@@ -74,7 +77,7 @@ class StepRecorder:
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            chunks=tuple(chunks),
+            draft_ns=schedule.draft_ns, chunks=tuple(chunks),
         )  # fmt: skip
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -92,6 +95,16 @@ class StepRecorder:
             if seq.last_token_ns:
                 observe((now_ns - seq.last_token_ns) / 1e9)
         self._record.num_sampled = len(seqs)
+
+    def verified(self, seqs: Seq[Sequence], begin_ns: int, now_ns: int) -> None:
+        for seq in seqs:
+            ledger = seq.ledger
+            assert ledger is not None
+            ledger.spend(Part.DETOKENISE, begin_ns)
+            ledger.spend(Part.SAMPLE, now_ns)
+            ledger.rejected_ns -= ledger.draft_row_ns
+            ledger.num_seen += 1  # the row that it was chosen from
+            self.counters.gap_s.observe((now_ns - seq.last_token_ns) / 1e9)
 
     def first_text(self, seq: Sequence, now_ns: int) -> None:
         ledger = seq.ledger
@@ -149,11 +162,19 @@ class StepRecorder:
         for (seq, n), chunk in zip(scheduled, chunks, strict=True):
             ledger = seq.ledger
             assert ledger is not None
-            if n not in shares:
-                shares[n] = self._cost.share(n, total)
+            num_known = n - chunk.num_drafted
+            for size in (n, num_known):
+                if size not in shares:
+                    shares[size] = self._cost.share(size, total)
             own = int(duration * shares[n])
             lost = duration - own
-            again = own * chunk.num_again // n
+            if chunk.num_drafted:
+                verify = own - min(int(duration * shares[num_known]), own)
+                ledger.ns[Part.VERIFY] += verify
+                ledger.rejected_ns += verify
+                ledger.draft_row_ns = verify // chunk.num_drafted
+                own -= verify
+            again = own * chunk.num_again // num_known
             ledger.ns[Part.RECOMPUTE] += again
             ledger.preempted_ns += again
             ledger.ns[chunk.new_kind] += own - again
@@ -167,6 +188,7 @@ class StepRecorder:
 
 def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
     begin = seq.num_computed
-    num_again = min(max(ledger.num_seen - begin, 0), n)
+    num_drafted = 0 if seq.draft is None else len(seq.draft.tokens)
+    num_again = min(max(ledger.num_seen - begin, 0), n - num_drafted)
     new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
-    return Chunk(seq.request.id, seq.index, n, num_again, new_kind)
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind, num_drafted)

@@ -20,13 +20,17 @@ MAX_CHUNKS = 65_536  # over all steps that are kept: about 10 MB
 
 
 class Chunk(NamedTuple):
-    """The tokens of one sequence in one step; the first `num_again` had been computed before."""
+    """The tokens of one sequence in one step.
+
+    The first `num_again` had been computed before, the last `num_drafted` are guesses.
+    """
 
     request_id: str
     choice: int
     num_tokens: int
     num_again: int
     new_kind: Part  # of the other tokens: PREFILL or DECODE
+    num_drafted: int = 0
 
     @property
     def kind(self) -> Part:
@@ -47,19 +51,34 @@ class StepRecord(Struct, kw_only=True):
     end_ns: int = 0
     num_tokens: int = 0
     num_sampled: int = 0
+    draft_ns: int = 0  # up to `scheduled_ns`
     chunks: tuple[Chunk, ...] = ()
 
     @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
-        """(phase, begin, end) in order; they fill the step."""
+        """(phase, begin, end) in order; they fill the step. `draft` only where it took time."""
+        drafted_ns = self.scheduled_ns - self.draft_ns
+        draft = (("draft", drafted_ns, self.scheduled_ns),) if self.draft_ns else ()
         return (
-            ("schedule", self.start_ns, self.scheduled_ns),
+            ("schedule", self.start_ns, drafted_ns),
+            *draft,
             ("build", self.scheduled_ns, self.built_ns),
             ("forward", self.built_ns, self.work_ns),
             ("gil_wait", self.work_ns, self.forward_ns),
             ("sample", self.forward_ns, self.sampled_ns),
             ("commit", self.sampled_ns, self.end_ns),
         )
+
+
+def tokens_by_kind(chunks: Iterable[Chunk]) -> dict[Part, int]:
+    """Return the chunks' tokens as PREFILL, RECOMPUTE and DECODE, and guesses as VERIFY."""
+    tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
+    for _, _, num_tokens, num_again, new_kind, num_drafted in chunks:
+        tokens[Part.RECOMPUTE] += num_again
+        tokens[new_kind] += num_tokens - num_again - num_drafted
+        if num_drafted:
+            tokens[Part.VERIFY] = tokens.get(Part.VERIFY, 0) + num_drafted
+    return tokens
 
 
 class StepLog:
@@ -92,7 +111,7 @@ class StepCounters:
         self.gap_s = Histogram(SECONDS)  # between two tokens of a sequence
         self.num_tokens = Histogram(COUNTS)
         self.phase_ns = {name: 0 for name, _, _ in StepRecord().phases}
-        self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE and DECODE
+        self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE, DECODE and VERIFY
         self.num_sampled = 0
         self.num_keys = 0
         self.kv_bytes = 0
@@ -108,7 +127,7 @@ class StepCounters:
             return 0
         return self.work.macs(
             num_tokens=sum(self.tokens),
-            num_logit_rows=self.num_sampled,
+            num_logit_rows=self.num_sampled + self.tokens[Part.VERIFY],
             num_keys=self.num_keys,
         )
 
@@ -129,8 +148,7 @@ class StepCounters:
         self.num_sampled += record.num_sampled
         spent = self.phase_ns
         for name, begin_ns, end_ns in record.phases:
-            spent[name] += end_ns - begin_ns
+            spent[name] = spent.get(name, 0) + end_ns - begin_ns
         tokens = self.tokens
-        for _, _, num_tokens, num_again, new_kind in record.chunks:
-            tokens[Part.RECOMPUTE] += num_again
-            tokens[new_kind] += num_tokens - num_again
+        for kind, num_tokens in tokens_by_kind(record.chunks).items():
+            tokens[kind] += num_tokens

@@ -251,6 +251,7 @@ def blame_report(ledger: Ledger) -> dict[str, Any]:
         "decode_ms": (others - prefill) / 1e6,
         "preemption_ms": ledger.preempted_ns / 1e6,
         "num_preemptions": ledger.num_preemptions,
+        **({"rejected_drafts_ms": ledger.rejected_ns / 1e6} if ledger.ns[Part.VERIFY] else {}),
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.measure.ledger import Part
-from paceline.measure.steps import StepLog, StepRecord
+from paceline.measure.steps import StepLog, StepRecord, tokens_by_kind
 from paceline.server.calls import Call
 
 
@@ -72,10 +72,7 @@ def _steps_of(records: Iterable[StepRecord], request_id: str, choice: int) -> li
 
 def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[str, Any]:
     own = next(c for c in record.chunks if (c.request_id, c.choice) == (request_id, choice))
-    in_step = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-    for chunk in record.chunks:
-        in_step[Part.RECOMPUTE] += chunk.num_again
-        in_step[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+    in_step = tokens_by_kind(record.chunks)
     return {
         "step": record.number,
         "begin_ms": (record.start_ns - call.begin_ns) / 1e6,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paceline.measure.ledger import Part
-from paceline.measure.steps import StepRecord
+from paceline.measure.steps import StepRecord, tokens_by_kind
 from paceline.server.calls import Call
 from paceline.server.timeline import describe, engine_id
 
@@ -38,10 +38,7 @@ def chrome_trace(steps: Iterable[StepRecord], calls: Iterable[Call]) -> dict[str
 
 
 def _step_events(step: StepRecord, zero_ns: int) -> Iterator[Event]:
-    tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-    for chunk in step.chunks:
-        tokens[Part.RECOMPUTE] += chunk.num_again
-        tokens[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+    tokens = tokens_by_kind(step.chunks)
     args = {
         "tokens": {kind.label: count for kind, count in tokens.items() if count},
         "requests": sorted({chunk.request_id for chunk in step.chunks}),
