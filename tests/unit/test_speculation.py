@@ -14,7 +14,7 @@ from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.base import ROOT, Draft
 from paceline.types import SamplingParams
 from tests.unit.proposers import Eager, Oracle, Shape, wild_chain, wild_tree
-from tests.unit.scripted_backend import spelling_script
+from tests.unit.scripted_backend import fixed_script, spelling_script
 from tests.unit.scripted_engine import (
     VOCAB,
     Answer,
@@ -211,3 +211,45 @@ def test_masks_and_depths_of_a_tree() -> None:
     assert draft.accept(7)
     assert not draft.accept(5)
     assert draft.path == [0, 2]
+
+
+P_TARGET, P_DRAFT = (0.6, 0.3, 0.1), (0.1, 0.3, 0.6)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.85)])
+def test_sampled_tokens_keep_the_targets_distribution(temperature: float, top_p: float) -> None:
+    """SPC-04: a context-free target, guesses drawn from another distribution, 800 seeds."""
+    num_seeds, length = 800, 4
+    weights = np.asarray(P_TARGET) ** (1 / temperature)
+    if top_p < 1:
+        weights[2] = 0  # 0.6 and 0.3 are 0.9 already
+    shares = weights / weights.sum()
+
+    def guess(rng: Any, _: list[int], n: int) -> Draft:
+        return Draft(rng.choices([1, 2, 3], P_DRAFT, k=n))
+
+    def texts(**options: Any) -> tuple[list[tuple[int, ...]], Any]:
+        logits = np.full(VOCAB, -100.0, np.float32)
+        logits[1:4] = np.log(P_TARGET)
+        engine = make_engine(fixed_script(logits), max_num_seqs=32, num_blocks=128, **options)
+        params = [
+            SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=length)
+            for seed in range(num_seeds)
+        ]
+        requests = [make_request(str(i), params=p) for i, p in enumerate(params)]
+        answers = run(engine, *requests)
+        return [answers[r.id, 0].token_ids for r in requests], engine.stats().speculation
+
+    plain, _ = texts()
+    drafted, stats = texts(proposer=Oracle(lambda seq: (), guess, seed=1), pace=Eager(length))
+    assert drafted == plain
+    for position in range(length):
+        counts = np.bincount([text[position] for text in drafted], minlength=4)[1:4]
+        expected = shares * num_seeds
+        seen = expected > 0
+        assert counts[~seen].sum() == 0
+        chi_square = ((counts - expected)[seen] ** 2 / expected[seen]).sum()
+        assert chi_square < 13.8  # p = 0.001 with two degrees of freedom
+    accepted = stats.accepted_at[0] / stats.drafted_at[0]
+    assert accepted == pytest.approx(float(shares @ np.asarray(P_DRAFT)), abs=0.05)
+    assert stats.num_accepted <= stats.num_drafted

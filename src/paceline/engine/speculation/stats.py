@@ -23,6 +23,16 @@ class SpecStats(Struct, kw_only=True):
     def empty(cls) -> SpecStats:
         return cls(drafted_at=[0] * MAX_POSITIONS, accepted_at=[0] * MAX_POSITIONS)
 
+    def copy(self) -> SpecStats:
+        """Return the totals as they are now."""
+        return SpecStats(
+            num_drafts=self.num_drafts,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            drafted_at=list(self.drafted_at),
+            accepted_at=list(self.accepted_at),
+        )
+
     def count(self, depths: list[int], num_accepted: int) -> None:
         """Count a draft of nodes at these depths, of which a path of `num_accepted` was right."""
         self.num_drafts += 1
