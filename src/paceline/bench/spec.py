@@ -36,6 +36,7 @@ class Cell(Struct, eq=False):
     num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_expected: float = 0.0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -104,6 +105,7 @@ def _count(cell: Cell, before: SpecStats, after: SpecStats) -> None:
     cell.num_drafts += after.num_drafts - before.num_drafts
     cell.num_drafted += after.num_drafted - before.num_drafted
     cell.num_accepted += after.num_accepted - before.num_accepted
+    cell.num_expected += after.num_expected - before.num_expected
     num_positions = len(after.drafted_at)
     for total, name in ((cell.drafted_at, "drafted_at"), (cell.accepted_at, "accepted_at")):
         total.extend([0] * (num_positions - len(total)))
@@ -131,6 +133,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         "num_drafts": cell.num_drafts,
         "num_drafted": cell.num_drafted,
         "num_accepted": cell.num_accepted,
+        "num_expected": round(cell.num_expected, 1),
         "mean_accepted_length": cell.num_accepted / cell.num_drafts if cell.num_drafts else None,
         "acceptance_by_position": [
             round(right / drafted, 3)

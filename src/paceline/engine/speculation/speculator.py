@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -90,7 +92,6 @@ class Speculator:
         self._all = Acceptance(proposer.num_kinds, proposer.prior, forget=_FORGET_ALL)
         self._of: dict[int, Acceptance] = {}  # by number of the sequence
         self._candidates: list[_Candidate] = []
-        self._num_prefill = 0
 
     def extend(self, schedule: Schedule) -> None:
         """Add drafts to the step. A proposer that fails is not asked again."""
@@ -123,18 +124,16 @@ class Speculator:
                     self._candidates.append(_Candidate(seq, forecast, len(seq.token_ids)))
         if not self._candidates:
             return
-        lengths = self._pace.lengths(
-            [self._chances(c) for c in self._candidates],
-            schedule.num_tokens,
-            schedule.num_prefill_tokens,
-        )
+        chances = [self._chances(candidate) for candidate in self._candidates]
+        lengths = self._pace.lengths(chances, schedule.num_tokens, schedule.num_prefill_tokens)
         wanted = []
-        for candidate, length in zip(self._candidates, lengths, strict=True):
+        for candidate, row, length in zip(self._candidates, chances, lengths, strict=True):
             length = min(length, len(candidate.forecast.kinds), num_left)
             length = self._take_blocks(candidate.seq, length)
             if length > 0:
                 num_left -= length
                 wanted.append((candidate.seq, candidate.forecast, length))
+                self.stats.num_expected += sum(accumulate(row[:length], mul))
         if wanted:
             self._attach(schedule, wanted, proposer.propose(wanted))
 

@@ -16,6 +16,7 @@ class SpecStats(Struct, kw_only=True):
     num_drafts: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_expected: float = 0.0  # what the chances promised of `num_accepted`
     drafted_at: list[int]
     accepted_at: list[int]
 
@@ -29,6 +30,7 @@ class SpecStats(Struct, kw_only=True):
             num_drafts=self.num_drafts,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            num_expected=self.num_expected,
             drafted_at=list(self.drafted_at),
             accepted_at=list(self.accepted_at),
         )
