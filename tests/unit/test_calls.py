@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.speculation.stats import SpecStats
@@ -92,6 +93,16 @@ def test_a_calls_parts_are_its_front_end_its_engine_and_its_way_out(clock):
         "decode": 18, "sample": 2, "handoff": 1, "send": 4, "residual": 0,
     }  # fmt: skip
     assert call.figures()["wall_ms"] == 40
+
+
+def test_drafted_tokens_of_all_choices_are_told_where_there_are_any(clock):
+    call = make_call(clock, n=2)
+    assert "drafted_tokens" not in call.figures()
+    for idx, (drafted, accepted) in enumerate(((7, 5), (4, 0))):
+        timings = replace(call.choices[idx].timings, num_drafted=drafted, num_accepted=accepted)
+        call.choices[idx] = replace(call.choices[idx], timings=timings)
+    figures = call.figures()
+    assert (figures["drafted_tokens"], figures["accepted_tokens"]) == (11, 5)
 
 
 def test_a_call_of_several_choices_follows_the_one_that_ends_last(clock):

@@ -229,6 +229,10 @@ class Call(Struct, eq=False, kw_only=True):
         }
         if last is not None and last.ledger is not None:
             figures["blame"] = blame_report(last.ledger)
+        timings = [ended.timings for ended in self.choices.values()]
+        if num_drafted := sum(t.num_drafted for t in timings):
+            figures["drafted_tokens"] = num_drafted
+            figures["accepted_tokens"] = sum(t.num_accepted for t in timings)
         return figures
 
 
