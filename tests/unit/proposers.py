@@ -19,6 +19,9 @@ class Eager:
         self.most = most
         self.seen: list[dict[str, float]] = []
 
+    def is_open(self, num_rows: int, num_prefill: int) -> bool:
+        return True
+
     def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
         return [min(len(row), self.most) for row in chances]
 

@@ -90,7 +90,7 @@ def test_the_length_is_near_the_best_fixed_one() -> None:
 def test_it_loses_at_most_its_credit_whatever_is_believed(
     chance: float, slope: float, believed: float | None, num_seqs: int
 ) -> None:
-    """400 steps: one of credit and 1 % for ever; the rest is what a step's noise may add."""
+    """400 steps: one of credit, half a percent for ever, and what the noise of steps may add."""
     ratio = speed_up(Goodput(), machine(0.05, slope), chance, believed=believed, num_seqs=num_seqs)
     assert ratio > 0.98
 
@@ -118,6 +118,21 @@ def test_a_prompt_in_the_step_means_no_drafts() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.05), 0.95)
     assert pace.lengths([[0.95] * 8], 1, 100) == [0]
+
+
+def test_nobody_is_asked_for_drafts_that_could_not_pay() -> None:
+    """Not even right guesses pay where a row costs more than a step; now and then one is tried."""
+    pace = Goodput()
+    play(pace, machine(0.05, 1.3), 0.99)
+    num_open = 0
+    for _ in range(300):
+        num_open += pace.is_open(1, 0)
+        play(pace, machine(0.05, 1.3), 0.99, num_steps=1)
+    assert 0 < num_open < 60
+    cheap = Goodput()
+    play(cheap, machine(0.05, 0.2), 0.0)
+    assert cheap.is_open(1, 0)
+    assert not cheap.is_open(513, 512)
 
 
 def test_nothing_is_drafted_before_a_step_was_measured() -> None:

@@ -102,6 +102,9 @@ class Proposer(Protocol):
 class Pace(Protocol):
     """Says how long the drafts of a step are."""
 
+    def is_open(self, num_rows: int, num_prefill: int) -> bool:
+        """Return whether any draft could pay in such a step; if not, no forecast is asked for."""
+
     def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
         """Return a draft length for each sequence.
 
@@ -111,6 +114,6 @@ class Pace(Protocol):
 
     def observe(self, *, num_rows: int, num_drafted: int, depth: int, num_accepted: int,
                 num_prefill: int, seconds: float, draft_s: float) -> None:  # fmt: skip
-        """A step of `num_rows` rows took `seconds`; before that, `draft_s` went into its drafts,
-        which are `num_drafted` of the rows.
+        """A step of `num_rows` rows took `seconds`; before that, `draft_s` went into making its
+        drafts from forecasts. They are `num_drafted` of the rows, up to `depth` deep.
         """

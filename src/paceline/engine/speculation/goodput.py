@@ -12,9 +12,15 @@ _MARGIN = 1.02  # a draft must promise so much more than none
 _MIN_GAIN = 0.04  # tokens that a row must promise: fewer are not worth a thought
 _CREDIT = 1.0  # plain steps that may be lost before anything was won
 _MAX_CREDIT = 4.0  # a good hour does not pay for a bad one
-_TRICKLE = 0.01  # of each step may be lost for ever: the price of finding out that drafts pay again
+_MAX_DEBT = 2.0  # an estimate that was far off is paid back in a few hundred steps
+_TRICKLE = (
+    0.005  # of each step may be lost for ever: the price of finding out that drafts pay again
+)
+_PROBES = (1, 1, 3, 1, 7)  # their lengths: a longer draft may pay where a short one does not
 _FIRST_PROBE, _LAST_PROBE = 16, 512  # steps between probes; doubled when a probe loses
 _PLAIN_AFTER = 48  # steps with drafts, one after the other, before one without: the measure of all
+_PLAIN_AFTER_DOUBT = 4  # the same, while drafts do not clearly win
+_SIZES = (1, 2, 3, 5, 7, 11, 15)  # drafts that are tried for whether right ones would pay at all
 _LEARN = 0.2
 
 
@@ -35,31 +41,35 @@ class Goodput:
         self._num_drafting = 0  # steps since there were none
         self._probe_after = _FIRST_PROBE
         self._is_probe = False
+        self._num_probes = 0
 
     @property
     def balance(self) -> float:
         """Plain steps won by drafts less those lost, within limits."""
         return self._balance
 
-    def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
+    def is_open(self, num_rows: int, num_prefill: int) -> bool:
         self._is_probe = False
+        is_winning = self._balance > _MAX_CREDIT / 2
+        is_due = self._num_drafting >= (_PLAIN_AFTER if is_winning else _PLAIN_AFTER_DOUBT)
+        if num_prefill or is_due or self._balance <= 0 or not self._cost.is_known:
+            return False
+        if self._probe_length(num_rows):
+            return True
+        cost, row_s = self._cost, self._cost.seconds(num_rows) / num_rows / _MARGIN
+        return any(cost.seconds(num_rows + n) < row_s * (num_rows + n) for n in _SIZES)
+
+    def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
         none = [0] * len(chances)
-        if not chances:
-            return none
-        is_open = self._cost.is_known and self._balance > 0 and self._num_drafting < _PLAIN_AFTER
-        if num_prefill or not is_open:
+        if not chances or not self.is_open(num_rows, num_prefill):
             return none
         lengths = self._best(chances, num_rows)
-        if any(lengths):
+        probe = self._probe_length(num_rows)
+        if any(lengths) or not probe:
             return lengths
-        self._num_idle += 1
-        if self._num_idle < self._probe_after:
-            return none
         likely = max(range(len(chances)), key=lambda i: chances[i][0] if chances[i] else 0.0)
-        if not chances[likely] or self._risk(num_rows, 1, 1) > self._balance:
-            return none
-        self._is_probe = True
-        none[likely] = 1
+        none[likely] = min(probe, len(chances[likely]))
+        self._is_probe = none[likely] > 0
         return none
 
     def observe(self, *, num_rows: int, num_drafted: int, depth: int, num_accepted: int,
@@ -79,13 +89,21 @@ class Goodput:
             self._num_idle = 0
             self._num_drafting += 1
             if self._is_probe:
+                self._num_probes += 1
                 self._probe_after = (
                     _FIRST_PROBE if won > 0 else min(2 * self._probe_after, _LAST_PROBE)
                 )
         else:
+            self._num_idle += 1
             self._num_drafting = 0
-        self._balance = min(self._balance + _TRICKLE, _MAX_CREDIT)
+        self._balance = min(max(self._balance, -_MAX_DEBT) + _TRICKLE, _MAX_CREDIT)
         self._cost.observe(num_rows, seconds)
+
+    def _probe_length(self, num_rows: int) -> int:
+        """Return the length of the draft that is tried now for what it shows; 0: none."""
+        length = _PROBES[self._num_probes % len(_PROBES)]
+        is_due = self._num_idle >= self._probe_after
+        return length if is_due and self._risk(num_rows, length, length) <= self._balance else 0
 
     def _best(self, chances: Seq[Seq[float]], num_rows: int) -> list[int]:
         """Return the best lengths: the likeliest tokens first, as long as goodput grows.

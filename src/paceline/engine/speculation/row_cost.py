@@ -70,12 +70,21 @@ class RowCost:
             if above == 0:
                 relative = shape[sizes[0]] / (1 + _PRIOR_SLOPE * (sizes[0] - num_rows))
             elif above == len(sizes):
-                relative = shape[sizes[-1]] * (1 + _PRIOR_SLOPE * (num_rows - sizes[-1]))
+                relative = shape[sizes[-1]] + self._slope() * (num_rows - sizes[-1])
             else:
                 low, high = sizes[above - 1], sizes[above]
                 part = (num_rows - low) / (high - low)
                 relative = shape[low] + (shape[high] - shape[low]) * part
         return self._level * relative
+
+    def _slope(self) -> float:
+        """Return what a row more than ever before costs: as the last ones did, or the usual."""
+        last = self._sizes[-1]
+        usual = _PRIOR_SLOPE * self._shape[last]
+        if len(self._sizes) == 1:
+            return usual
+        before = self._sizes[-2]
+        return max((self._shape[last] - self._shape[before]) / (last - before), usual / last)
 
     def _add(self, num_rows: int, relative: float) -> None:
         self._shape[num_rows] = relative

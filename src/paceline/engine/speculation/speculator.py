@@ -92,11 +92,12 @@ class Speculator:
         self._all = Acceptance(proposer.num_kinds, proposer.prior, forget=_FORGET_ALL)
         self._of: dict[int, Acceptance] = {}  # by number of the sequence
         self._candidates: list[_Candidate] = []
+        self._propose_ns = 0  # of the step
 
     def extend(self, schedule: Schedule) -> None:
         """Add drafts to the step. A proposer that fails is not asked again."""
         begin_ns = self._clock()
-        self._candidates = []
+        self._candidates, self._propose_ns = [], 0
         if self._proposer is None:
             return
         try:
@@ -111,7 +112,8 @@ class Speculator:
 
     def _extend(self, schedule: Schedule, proposer: Proposer) -> None:
         num_left = min(self._max_tokens - schedule.num_tokens, MAX_DRAFTED)
-        if num_left <= 0:
+        is_open = self._pace.is_open(schedule.num_tokens, schedule.num_prefill_tokens)
+        if num_left <= 0 or not is_open:
             return
         for seq, n in schedule.chunks:
             if n != 1 or seq.siblings or seq.num_computed + 1 != len(seq.token_ids):
@@ -135,7 +137,10 @@ class Speculator:
                 wanted.append((candidate.seq, candidate.forecast, length))
                 self.stats.num_expected += sum(accumulate(row[:length], mul))
         if wanted:
-            self._attach(schedule, wanted, proposer.propose(wanted))
+            begin_ns = self._clock()
+            drafts = proposer.propose(wanted)
+            self._propose_ns = self._clock() - begin_ns
+            self._attach(schedule, wanted, drafts)
 
     def _chances(self, candidate: _Candidate) -> list[float]:
         acceptance = self._of.get(candidate.seq.number, self._all)
@@ -190,7 +195,7 @@ class Speculator:
             num_accepted=num_accepted,
             num_prefill=schedule.num_prefill_tokens,
             seconds=seconds,
-            draft_s=schedule.draft_ns / 1e9,
+            draft_s=self._propose_ns / 1e9,
         )
 
     def _keep(self, seq: Sequence, draft: Draft) -> None:
