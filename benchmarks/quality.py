@@ -1,6 +1,7 @@
 """The price of our arithmetic: native against the float32 reference on 100 kB of prose.
 
-    python benchmarks/quality.py MODEL... [--characters 100000] [--kv-dtype f16] [--llama-cpp]
+    python benchmarks/quality.py MODEL... [--characters 100000] [--kv-dtype f16]
+        [--activations q8] [--llama-cpp] [--json FILE]
 
 MODEL is anything `paceline run` takes. Per model: perplexity (context 512, second half of each
 window scored, as llama.cpp does), its ratio to the reference's, mean KL(reference || engine) and
@@ -100,14 +101,14 @@ class Score:
 
 
 def measure(
-    model: str, num_characters: int, kv_dtype: str, *, has_llama_cpp: bool
+    model: str, num_characters: int, kv_dtype: str, activations: str, *, has_llama_cpp: bool
 ) -> list[dict[str, object]]:
     """Return a row an engine: all engines see the same windows."""
     started = time.monotonic()
     path = resolve(model)
     checkpoint = open_checkpoint(path)
     token_ids = build_tokenizer(checkpoint.tokenizer).encode(PROSE.read_text()[:num_characters])
-    native = NativeBackend()
+    native = NativeBackend(activations=activations)
     with ExitStack() as stack:
         engines = {
             "reference": stack.enter_context(our_engine(ReferenceBackend(), checkpoint, "f32")),
@@ -128,6 +129,7 @@ def measure(
             "engine": name,
             "isa": isa,
             "kv_dtype": kv_dtype,
+            "activations": activations,
             "num_scored_tokens": len(score.losses),
             **score.against(scores["reference"]),
             "seconds": time.monotonic() - started,
@@ -143,12 +145,19 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--characters", type=int, default=100_000)
     parser.add_argument("--kv-dtype", default="f16", choices=("f16", "bf16", "f32"))
+    parser.add_argument("--activations", default="q8", choices=("q8", "f32"))
     parser.add_argument("--llama-cpp", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     for model in args.models:
-        found = measure(model, args.characters, args.kv_dtype, has_llama_cpp=args.llama_cpp)
+        found = measure(
+            model,
+            args.characters,
+            args.kv_dtype,
+            args.activations,
+            has_llama_cpp=args.llama_cpp,
+        )
         rows += found
         for row in found:
             print(

@@ -132,12 +132,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One prompt to continue, `params.n` times. Lower `priority` runs first."""
+    """One prompt to continue, `params.n` times. Lower `priority` runs first.
+
+    Requests share the computation of a common prefix only where their `cache_salt` is the same.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str = ""
     arrival_ns: int = 0
 
 
@@ -151,6 +155,8 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
+    """Tokens of one choice; `cached_tokens` of the prompt were not computed but found."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0

@@ -9,7 +9,7 @@ import typer
 from msgspec.structs import replace
 
 from paceline.bench.lengths import MAX_LENGTH
-from paceline.cli.bench_offline import MAX_BATCH, read_counts, with_room
+from paceline.cli.bench_offline import MAX_BATCH, is_given, read_counts, with_room
 from paceline.cli.options import Model, engine_options
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
@@ -17,6 +17,7 @@ from paceline.errors import ParameterError
 
 @engine_options
 def spec(
+    ctx: typer.Context,
     model: Model,
     *,
     workloads: Annotated[
@@ -56,7 +57,7 @@ def spec(
         if name not in PROMPTS:
             raise ParameterError(f"--workloads names {name!r}: choose from {', '.join(PROMPTS)}")
     batches = read_counts(batch, "--batch", MAX_BATCH)
-    config = with_room(config, max(batches))
+    config = with_room(config, max(batches), is_fixed=is_given(ctx, "max_num_seqs"))
     if config.speculate == "off":
         config = replace(config, speculate="ngram")
     plain = load(model, replace(config, speculate="off"))

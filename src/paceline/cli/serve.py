@@ -50,13 +50,22 @@ def serve(
             "OTEL_EXPORTER_OTLP_* variables say.",
         ),
     ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page/--no-page",
+            help="Serve a page at / for the browser: a chat whose tokens show their latency, "
+            "and live figures.",
+        ),
+    ] = True,
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    /health says what the engine is doing, /metrics tells Prometheus, and
-    /v1/requests/ID/timeline where the time of an answer went.
+    A browser finds a page at /: a chat, and where its time goes. /health says what the engine
+    is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an
+    answer went.
 
     Ctrl-C stops it; calls in flight get three seconds to end, a second Ctrl-C ends them at once.
 
@@ -87,9 +96,11 @@ def serve(
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
+    if page:
+        logging.getLogger(__name__).info("its page: http://%s:%d/", shown_host, shown_port)
     try:
         observers = [observer for observer in (log, spans) if observer is not None]
-        serve_app(loaded, listener, grace_s=_GRACE_S, observers=observers)
+        serve_app(loaded, listener, grace_s=_GRACE_S, observers=observers, page=page)
     finally:
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 

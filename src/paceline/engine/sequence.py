@@ -12,6 +12,7 @@ from paceline.engine.sampler import SamplerState
 from paceline.types import FinishReason, Request, Timings, Usage
 
 if TYPE_CHECKING:
+    from paceline.engine.prefix_cache import Chain
     from paceline.engine.speculation.base import Draft
     from paceline.measure.ledger import Ledger
 
@@ -65,6 +66,8 @@ class Sequence(Struct, eq=False, kw_only=True):
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     table_epoch: int = 0  # changes when an entry of block_table changes; appending leaves it
+    chain: Chain | None = None  # the prefix cache's notes
+    num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
     draft: Draft | None = None  # guesses that this step checks
     num_drafted: int = 0  # guesses checked so far
@@ -125,7 +128,11 @@ class Sequence(Struct, eq=False, kw_only=True):
         return text
 
     def usage(self) -> Usage:
-        return Usage(prompt_tokens=self.num_prompt, completion_tokens=self.num_output)
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_output,
+            cached_tokens=self.num_cached or 0,
+        )
 
     def timings(self, now_ns: int) -> Timings:
         """Return the times of a choice that ends now; what never happened counts as now."""

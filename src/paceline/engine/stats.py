@@ -22,6 +22,10 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_steps: int
     num_generated_tokens: int
+    num_prefix_queried: int = 0  # prompt tokens looked up in the prefix cache
+    num_prefix_hit: int = 0  # and found there
+    num_blocks_stored: int = 0  # handed to the KV tier
+    num_blocks_restored: int = 0  # and read from it
     speculation: SpecStats | None = None  # None: off
 
 

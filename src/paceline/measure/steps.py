@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
@@ -20,9 +21,10 @@ MAX_CHUNKS = 65_536  # over all steps that are kept: about 10 MB
 
 
 class Chunk(NamedTuple):
-    """The tokens of one sequence in one step.
+    """The tokens of one sequence in one step; the first `num_again` had been computed before.
 
-    The first `num_again` had been computed before, the last `num_drafted` are guesses.
+    `is_last`: none of the sequence's known tokens is left after it, so it gives a new one.
+    The last `num_drafted` of its tokens are guesses.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Chunk(NamedTuple):
     num_tokens: int
     num_again: int
     new_kind: Part  # of the other tokens: PREFILL or DECODE
+    is_last: bool
     num_drafted: int = 0
 
     @property
@@ -51,8 +54,20 @@ class StepRecord(Struct, kw_only=True):
     end_ns: int = 0
     num_tokens: int = 0
     num_sampled: int = 0
+    num_keys: int = 0  # attended, over all layers
+    kv_bytes: int = 0  # read
     draft_ns: int = 0  # up to `scheduled_ns`
     chunks: tuple[Chunk, ...] = ()
+
+    def tokens_by_kind(self) -> dict[Part, int]:
+        """Return how many tokens the step computed, by PREFILL, RECOMPUTE, DECODE and VERIFY."""
+        tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
+        for _, _, num_tokens, num_again, new_kind, _, num_drafted in self.chunks:
+            tokens[Part.RECOMPUTE] += num_again
+            tokens[new_kind] += num_tokens - num_again - num_drafted
+            if num_drafted:
+                tokens[Part.VERIFY] = tokens.get(Part.VERIFY, 0) + num_drafted
+        return tokens
 
     @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
@@ -68,17 +83,6 @@ class StepRecord(Struct, kw_only=True):
             ("sample", self.forward_ns, self.sampled_ns),
             ("commit", self.sampled_ns, self.end_ns),
         )
-
-
-def tokens_by_kind(chunks: Iterable[Chunk]) -> dict[Part, int]:
-    """Return the chunks' tokens as PREFILL, RECOMPUTE and DECODE, and guesses as VERIFY."""
-    tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-    for _, _, num_tokens, num_again, new_kind, num_drafted in chunks:
-        tokens[Part.RECOMPUTE] += num_again
-        tokens[new_kind] += num_tokens - num_again - num_drafted
-        if num_drafted:
-            tokens[Part.VERIFY] = tokens.get(Part.VERIFY, 0) + num_drafted
-    return tokens
 
 
 class StepLog:
@@ -98,8 +102,10 @@ class StepLog:
 
     def since(self, start_ns: int) -> list[StepRecord]:
         """Return the kept steps that ended after `start_ns`, oldest first."""
-        steps = self._steps.copy()
-        return [record for record in steps if record.end_ns > start_ns]
+        ended_after = takewhile(
+            lambda record: record.end_ns > start_ns, reversed(self._steps.copy())
+        )
+        return list(ended_after)[::-1]
 
 
 class StepCounters:
@@ -135,12 +141,19 @@ class StepCounters:
     def weight_bytes(self) -> int:
         return 0 if self.work is None else self.work.weight_bytes * self.num_steps
 
-    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
-        """Count keys and KV bytes. Precondition: `num_computed` does not count the step yet."""
+    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """Count a step's keys and KV bytes, and return them.
+
+        Precondition: `num_computed` does not count the step yet.
+        """
+        num_keys = kv_bytes = 0
         if self.work is not None:
             for seq, n in scheduled:
-                self.num_keys += self.work.num_keys(seq.num_computed, n)
-                self.kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+                num_keys += self.work.num_keys(seq.num_computed, n)
+                kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+        self.num_keys += num_keys
+        self.kv_bytes += kv_bytes
+        return num_keys, kv_bytes
 
     def count_step(self, record: StepRecord) -> None:
         self.duration_s.observe((record.end_ns - record.start_ns) / 1e9)
@@ -150,5 +163,5 @@ class StepCounters:
         for name, begin_ns, end_ns in record.phases:
             spent[name] = spent.get(name, 0) + end_ns - begin_ns
         tokens = self.tokens
-        for kind, num_tokens in tokens_by_kind(record.chunks).items():
-            tokens[kind] += num_tokens
+        for kind, count in record.tokens_by_kind().items():
+            tokens[kind] += count

@@ -26,6 +26,7 @@ from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.openai import Formatter, model_object
+from paceline.server.page.routes import add_page
 from paceline.server.reports import Observer, Reports
 from paceline.server.schema import (
     ChatRequest,
@@ -167,6 +168,7 @@ class Server:
                 prompt_token_ids=tuple(prompt),
                 params=params,
                 priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
                 arrival_ns=arrival_ns,
             )
             for idx, prompt in enumerate(prompts)
@@ -282,10 +284,12 @@ def request_id(http: HttpRequest) -> str:
     return chosen
 
 
-def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> FastAPI:
+def create_app(
+    loaded: LoadedModel, *, observers: Iterable[Observer] = (), page: bool = True
+) -> FastAPI:
     """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
 
-    The lifespan's end closes the observers, too.
+    The lifespan's end closes the observers, too. `page` says whether `GET /` is a page.
     """
     reports = Reports(loaded, observers)
     server = Server(loaded, reports)
@@ -299,10 +303,14 @@ def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> Fa
         ("/v1/completions", "POST", server.completions),
         ("/v1/requests/{key}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
+        ("/v1/paceline/live", "GET", reports.live),
         ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    app.add_middleware(Timekeeping, paths=_GENERATING, on_close=reports.add)
+    if page:
+        add_page(app)
+    app.add_middleware(Timekeeping, paths=_GENERATING, on_open=reports.open,
+                       on_close=reports.add)  # fmt: skip
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:

@@ -25,10 +25,11 @@ def serve(
     *,
     grace_s: float,
     observers: Iterable[Observer] = (),
+    page: bool = True,
 ) -> None:
     """Serve `loaded` on `listener` until a signal ends it; `observers` are told of each call."""
     config = uvicorn.Config(
-        create_app(loaded, observers=observers), http=TimedProtocol, log_config=None,
+        create_app(loaded, observers=observers, page=page), http=TimedProtocol, log_config=None,
         access_log=False, server_header=False, lifespan="on",
         timeout_graceful_shutdown=round(grace_s + STOP_TIMEOUT_S),
     )  # fmt: skip

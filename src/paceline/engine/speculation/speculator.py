@@ -66,8 +66,8 @@ def create_speculator(
 class Speculator:
     """Drafts for the sequences of a step that decode, and learns from what became of them.
 
-    A draft lives for one step. Its rows follow the last known token's, their K and V go into free
-    blocks that the sequence gives back after the step, so drafts never cost anybody memory.
+    A draft lives for one step. Its rows follow the last known token's, their K and V go into blocks
+    that nobody holds and that are given back after the step, so drafts preempt nobody.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class Speculator:
         return [acceptance.chance(kind) for kind in candidate.forecast.kinds]
 
     def _take_blocks(self, seq: Sequence, length: int) -> int:
-        """Give `seq` free blocks for a draft of `length`; return how much of it has a place."""
+        """Give `seq` blocks that nobody holds for `length` guesses; return how many have a place."""
         table, size = seq.block_table, self._block_size
         num_missing = -(-(len(seq.token_ids) + length) // size) - len(table)
-        table.extend(self._pool.allocate(max(min(num_missing, self._pool.num_free), 0)))
+        table.extend(self._pool.allocate(max(min(num_missing, self._pool.num_available), 0)))
         return min(length, len(table) * size - len(seq.token_ids))
 
     def _attach(
