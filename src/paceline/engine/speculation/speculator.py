@@ -147,7 +147,7 @@ class Speculator:
         return [acceptance.chance(kind) for kind in candidate.forecast.kinds]
 
     def _take_blocks(self, seq: Sequence, length: int) -> int:
-        """Give `seq` blocks that nobody holds for `length` guesses; return how many have a place."""
+        """Give `seq` blocks that nobody holds; return how many of `length` guesses have a place."""
         table, size = seq.block_table, self._block_size
         num_missing = -(-(len(seq.token_ids) + length) // size) - len(table)
         table.extend(self._pool.allocate(max(min(num_missing, self._pool.num_available), 0)))
