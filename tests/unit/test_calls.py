@@ -69,7 +69,8 @@ def make_call(clock, *, on_close=lambda call: None, n=1, stream=False, status=20
             arrival_ms, queue_budget=2, prefill=8, prefill_others=2, decode=18 - idx, sample=2
         )
         first_ns = ledger.begin_ns + 12 * MS
-        ledger.first_text, ledger.first_text_ns = tuple(ledger.ns[:11]) + (0,) * 6, first_ns
+        later = [0] * (len(Part) - 11)
+        ledger.first_text, ledger.first_text_ns = (*ledger.ns[:11], *later), first_ns
         clock.ms = ledger.end_ns / MS + 1
         call.ended(idx, last_delta(ledger, **end))
     if stream:

@@ -12,8 +12,9 @@ from msgspec import Struct
 from paceline.backends.base import Backend
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.checks import check_books, check_ids, check_length
+from paceline.engine.checks import check_books, check_grammar, check_ids, check_length
 from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.masks import Masks
 from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
@@ -78,6 +79,7 @@ class Engine:
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
         self._sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
+        self._masks = Masks(vocab_size=self._vocab_size, max_rows=limits.max_logit_rows)
         self._maker = ChoiceMaker(
             tokenizer=tokenizer,
             sampler=self._sampler,
@@ -97,6 +99,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ParameterError or PromptTooLongError if the engine cannot run `request`."""
         params = request.params
+        check_grammar(request)
         check_length(
             request, max_model_len=self.max_model_len, num_pool_tokens=self._num_pool_tokens
         )
@@ -183,6 +186,7 @@ class Engine:
             if self._thread.is_alive():
                 log.warning("the engine's step did not end within %.1f s", timeout_s)
                 return
+        self._masks.close()
         self._backend.close()
 
     def step(self) -> bool:
@@ -241,6 +245,7 @@ class Engine:
         if schedule.copy_src:
             self._backend.copy_blocks(schedule.copy_src, schedule.copy_dst)
         step, seqs = self._builder.build(schedule.chunks)
+        self._masks.begin(seqs)
         built_ns = clock()
         output = self._backend.forward(step)
         forward_ns = clock()
@@ -256,7 +261,12 @@ class Engine:
             seq.num_computed += n
         if any(seq.siblings for seq in seqs):
             seqs, rows = self._fork(seqs)
-        ids, details = self._sampler.sample(output.logits, rows, [seq.sampler for seq in seqs])
+        masks, mask_rows = self._masks.wait(seqs, rows)
+        if masks is not None:
+            recorder.masked(clock())
+        ids, details = self._sampler.sample(
+            output.logits, rows, [seq.sampler for seq in seqs], masks, mask_rows
+        )
         sampled_ns = clock()
         recorder.sampled(seqs, sampled_ns)
         self._commit(seqs, ids, details, sampled_ns)
@@ -308,8 +318,8 @@ class Engine:
             try:
                 text = seq.append_token(token_id, now_ns)
             except Exception as error:
-                log.exception("request %s: its text failed", seq.request.id)
-                self._fail(seq, f"the text of token {token_id} failed: {error}")
+                log.exception("request %s: token %d failed", seq.request.id, token_id)
+                self._fail(seq, f"token {token_id} failed: {error}")
                 continue
             self._num_generated += 1
             if text and not seq.first_text_ns:

@@ -28,6 +28,7 @@ class Part(enum.IntEnum):
     DECODE = enum.auto()
     DECODE_OTHERS = enum.auto()
     GIL_WAIT = enum.auto()
+    GRAMMAR = enum.auto()
     SAMPLE = enum.auto()
     DETOKENISE = enum.auto()
     HANDOFF = enum.auto()

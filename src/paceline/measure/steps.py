@@ -43,6 +43,7 @@ class StepRecord(Struct, kw_only=True):
     built_ns: int = 0
     work_ns: int = 0  # the backend was done
     forward_ns: int = 0  # the engine's thread had the GIL again
+    masked_ns: int = 0  # the masks of structured answers were there; 0: there were none
     sampled_ns: int = 0
     end_ns: int = 0
     num_tokens: int = 0
@@ -52,12 +53,14 @@ class StepRecord(Struct, kw_only=True):
     @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
         """(phase, begin, end) in order; they fill the step."""
+        masked_ns = self.masked_ns or self.forward_ns
         return (
             ("schedule", self.start_ns, self.scheduled_ns),
             ("build", self.scheduled_ns, self.built_ns),
             ("forward", self.built_ns, self.work_ns),
             ("gil_wait", self.work_ns, self.forward_ns),
-            ("sample", self.forward_ns, self.sampled_ns),
+            ("grammar", self.forward_ns, masked_ns),
+            ("sample", masked_ns, self.sampled_ns),
             ("commit", self.sampled_ns, self.end_ns),
         )
 
