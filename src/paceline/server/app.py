@@ -9,39 +9,50 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from paceline import __version__
 from paceline.completion import ChoiceBuilder
 from paceline.engine.build import LoadedModel
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, ParameterError
 from paceline.measure.ledger import Part
+from paceline.server.admission import Admission, Limits
+from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.door import Door, Keys, Life
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.openai import Formatter, model_object
-from paceline.server.reports import Observer, Reports
-from paceline.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    parse,
+from paceline.server.params import (
+    check_stream_options,
+    deadline_s,
+    priority,
     sampling_params,
     split_prompts,
+    structured_field,
 )
+from paceline.server.reports import Observer, Reports
+from paceline.server.schema import ChatRequest, CompletionRequest, parse
 from paceline.server.sse import DONE, EventStream
 from paceline.server.timekeeping import CALL, Timekeeping
 from paceline.server.timeline import engine_id, server_timing
+from paceline.server.tokens import TokenRoutes, check_model
+from paceline.server.tools import ToolUse, compile_calls, tool_use
+from paceline.text.tool_calls import ToolReader
+from paceline.text.tools import tool_style
 from paceline.types import Request, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from paceline.structured.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
 MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told to come back
 STOP_TIMEOUT_S = 5.0
 # Parsing and tokenising a body up to this size takes well under a millisecond; a longer one goes
@@ -57,13 +68,16 @@ Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts
 class Server:
     """Answers calls for one loaded model."""
 
-    def __init__(self, loaded: LoadedModel, reports: Reports) -> None:
+    def __init__(self, loaded: LoadedModel, reports: Reports, life: Life, limits: Limits) -> None:
         self._loaded = loaded
         self._reports = reports
+        self._life = life
+        self._admission = Admission(limits)
         self._created = int(time.time())
         self._outbox: Outbox | None = None
         self._num_open = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
+        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -74,6 +88,7 @@ class Server:
         finally:
             await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
+            self._compilers.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(self._reports.close)
 
     async def health(self) -> Response:
@@ -81,27 +96,29 @@ class Server:
         body = {"status": "ok", "version": __version__, "model": self._loaded.name, "engine": stats}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
+    async def ready(self) -> Response:
+        """Say whether new calls are taken: what a load balancer asks."""
+        if self._life.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        return Response(b'{"status":"ready"}', media_type="application/json")
+
+    async def version(self) -> Response:
+        return Response(
+            msgspec.json.encode({"version": __version__}), media_type="application/json"
+        )
+
     async def models(self) -> Response:
         body = {"object": "list", "data": [self._model()]}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def model(self, name: str) -> Response:
-        self._check_model(name)
+        check_model(name, self._loaded.name)
         return Response(msgspec.json.encode(self._model()), media_type="application/json")
 
     def _model(self) -> dict[str, object]:
         max_model_len = self._loaded.config.max_model_len
         assert max_model_len is not None
         return model_object(self._loaded.name, self._created, max_model_len)
-
-    def _check_model(self, name: str) -> None:
-        if name != self._loaded.name:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not served here: ask for {self._loaded.name!r}",
-                param="model",
-                code="model_not_found",
-            )
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_body(http)
@@ -115,8 +132,11 @@ class Server:
         request = parse(body, ChatRequest)
         params = self._params(request)
         call.lap(Part.PARSE)
+        use = self._tool_use(request)
         ids = self._loaded.encode_chat(
-            request.messages, on_rendered=lambda: call.lap(Part.TEMPLATE)
+            request.messages,
+            tools=use.objects if use else (),
+            on_rendered=lambda: call.lap(Part.TEMPLATE),
         )
         call.lap(Part.TOKENISE)
         return request, params, [ids]
@@ -131,9 +151,8 @@ class Server:
         return request, params, ids
 
     def _params(self, request: ApiRequest) -> SamplingParams:
-        self._check_model(request.model)
-        if request.stream_options is not None and not request.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        check_model(request.model, self._loaded.name)
+        check_stream_options(request)
         return sampling_params(request, self._loaded.default_params)
 
     async def _answer(
@@ -144,9 +163,13 @@ class Server:
         call.traceparent = http.headers.get("traceparent", "")
         call.lap(Part.RECEIVE)
         if self._num_open >= MAX_OPEN_CALLS:
-            raise ApiError(429, f"{MAX_OPEN_CALLS} calls are open: try again later")
+            raise ApiError(
+                429, f"{MAX_OPEN_CALLS} calls are open: try again later",
+                retry_after_s=self._admission.predict_s() or 1.0,
+            )  # fmt: skip
         assert self._outbox is not None
         request, params, prompts = await self._prepare(prepare, body, call)
+        grammar = await self._compile(request, params, call)
         wants_figures = self._wants_figures(request, http)
         options = request.stream_options
         is_chat = isinstance(request, ChatRequest)
@@ -158,6 +181,11 @@ class Server:
             tokenizer=self._loaded.tokenizer,
             wants_logprobs=params.logprobs is not None,
             include_usage=bool(options and options.include_usage) or wants_figures,
+            num_prompt_tokens=sum(map(len, prompts))
+            if options and options.continuous_usage_stats
+            else None,
+            prefixes=self._prefixes(request, prompts, params),
+            new_reader=self._new_reader(request),
             figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
         arrival_ns = call.lap(Part.PARSE)
@@ -166,12 +194,16 @@ class Server:
                 id=engine_id(call.id, idx),
                 prompt_token_ids=tuple(prompt),
                 params=params,
-                priority=request.priority or 0,
+                priority=priority(request),
                 arrival_ns=arrival_ns,
+                grammar=grammar,
             )
             for idx, prompt in enumerate(prompts)
         ]
-        generation = Generation(self._loaded.engine, self._outbox, requests, call)
+        generation = Generation(
+            self._loaded.engine, self._outbox, requests, call, admission=self._admission,
+            deadline_s=deadline_s(request, http.headers.get("x-request-deadline-ms"), call),
+        )  # fmt: skip
         generation.submit()
         call.accepted(params, num_prompts=len(prompts), is_stream=bool(request.stream))
         headers = {
@@ -181,6 +213,52 @@ class Server:
         if request.stream:
             return EventStream(generation, self._stream(generation, formatter), headers)
         return await self._collect(http, generation, formatter, headers)
+
+    async def _compile(
+        self, request: ApiRequest, params: SamplingParams, call: Call
+    ) -> Grammar | None:
+        """Return the grammar of a structured answer. It is made on a thread of its own."""
+        use = self._tool_use(request)
+        if params.structured is None and use is None:
+            return None
+
+        def work() -> Grammar | None:
+            grammars, template = self._loaded.grammars, self._loaded.template
+            if use is None or template is None:
+                return self._loaded.grammar(params)
+            return compile_calls(use, params.structured, template.source, grammars)
+
+        call.lap(Part.PARSE)
+        try:
+            grammar = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        except ParameterError as error:
+            raise ApiError(400, str(error), param=structured_field(request)) from None
+        call.lap(Part.GRAMMAR)
+        return grammar
+
+    def _tool_use(self, request: ApiRequest) -> ToolUse | None:
+        if isinstance(request, CompletionRequest):
+            return None
+        return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+
+    def _new_reader(self, request: ApiRequest) -> Callable[[], ToolReader] | None:
+        """Return what makes the readers of answers that may hold calls; None if none may."""
+        use, template = self._tool_use(request), self._loaded.template
+        if use is None or template is None:
+            return None
+        style, names, max_calls = tool_style(template.source), use.names, use.max_calls
+        return lambda: ToolReader(style, names, max_calls=max_calls)
+
+    def _prefixes(
+        self, request: ApiRequest, prompts: list[list[int]], params: SamplingParams
+    ) -> list[str]:
+        """Return what each choice's text begins with: with `echo`, its prompt."""
+        if isinstance(request, ChatRequest) or not request.echo:
+            return []
+        decode = self._loaded.tokenizer.decode
+        given = split_prompts(request.prompt)
+        texts = [p if isinstance(p, str) else decode(p, skip_special=False) for p in given]
+        return [text for text in texts for _ in range(params.n)]
 
     def _wants_figures(self, request: ApiRequest, http: HttpRequest) -> bool:
         """Say whether the reply shall have `usage.paceline`: by field, or by header."""
@@ -251,48 +329,31 @@ class Server:
         return Response(body, media_type="application/json", headers=headers)
 
 
-async def read_body(http: HttpRequest) -> bytes:
-    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 413 or 415."""
-    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(415, f"content-type is {kind!r}: send application/json")
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async for part in http.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ApiError(499, "the client left before its body was complete") from None
-    return b"".join(parts)
-
-
-def request_id(http: HttpRequest) -> str:
-    """Return the caller's X-Request-Id if it is a plain short one, else one that the call keeps."""
-    call: Call | None = http.scope.get("state", {}).get(CALL)
-    if call is not None and call.request_id:
-        return call.request_id
-    given = http.headers.get("x-request-id", "")
-    is_plain = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-    chosen = given if is_plain else uuid.uuid4().hex
-    if call is not None:
-        call.request_id = chosen
-    return chosen
-
-
-def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> FastAPI:
+def create_app(
+    loaded: LoadedModel,
+    *,
+    observers: Iterable[Observer] = (),
+    life: Life | None = None,
+    keys: Keys | None = None,
+    limits: Limits | None = None,
+) -> FastAPI:
     """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
 
-    The lifespan's end closes the observers, too.
+    The lifespan's end closes the observers, too. `life` is where it looks whether it is being
+    stopped; `keys` are the only ones that it answers, None answers all; `limits` bound the queue.
     """
     reports = Reports(loaded, observers)
-    server = Server(loaded, reports)
+    life = life or Life()
+    server = Server(loaded, reports, life, limits or Limits())
+    tokens = TokenRoutes(loaded)
     app = FastAPI(title="Paceline", version=__version__, lifespan=server.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
         ("/health", "GET", server.health),
+        ("/ready", "GET", server.ready),
+        ("/version", "GET", server.version),
+        ("/tokenize", "POST", tokens.tokenize),
+        ("/detokenize", "POST", tokens.detokenize),
         ("/v1/models", "GET", server.models),
         ("/v1/models/{name:path}", "GET", server.model),
         ("/v1/chat/completions", "POST", server.chat),
@@ -302,6 +363,7 @@ def create_app(loaded: LoadedModel, *, observers: Iterable[Observer] = ()) -> Fa
         ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING)
     app.add_middleware(Timekeeping, paths=_GENERATING, on_close=reports.add)
 
     @app.exception_handler(PacelineError)
