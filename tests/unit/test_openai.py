@@ -88,7 +88,7 @@ def test_chat_logprobs_are_a_flag_and_a_count():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("store", True),
+        ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("store", True),
         ("reasoning_effort", "low"), ("verbosity", "low"), ("audio", {}), ("echo", False),
         ("best_of", 1), ("suffix", ""), ("service_tier", "scale"),
         ("guided_json", {}), ("temprature", 1), ("use_beam_search", False),
