@@ -2,11 +2,12 @@
 
 Three checks against scripted servers in processes of their own:
 - truth: 200 answers with random TTFTs and gaps; every figure against the times at which the server
-  wrote (both read one clock);
+  wrote (both read one clock); a TTFT is right between the beginning and the end of that write.
+  What the server took to read a request is told apart;
 - streams: 500 streams at once, 20 tokens/s each; the client's CPU share and its lag;
 - memory: a million tokens; the growth of the client's resident memory.
 
-    python benchmarks/bench_client.py [--json FILE]
+    python benchmarks/bench_client.py [--json FILE] [--log FILE] [truth streams memory]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -72,14 +74,17 @@ def serve(script: Callable[[int], Script], pipe: Connection) -> None:
     with FakeServer(lambda number, body: script(number), is_exact=is_exact) as server:
         pipe.send(server.url)
         pipe.recv()
-        seen = [(s.body["messages"][0]["content"], s.came_at, s.written_at) for s in server.served]
+        seen = [
+            (s.body["messages"][0]["content"], s.came_at, s.begun_at, s.written_at)
+            for s in server.served
+        ]
         pipe.send(seen if is_exact else [])
 
 
 def run(
     script: Callable[[int], Script], load: Arrivals | Closed, limits: Limits, log: Path
-) -> tuple[dict[str, Any], list[Any]]:
-    """Return the stage's summary and what the server saw."""
+) -> tuple[dict[str, Any], list[Any], float]:
+    """Return the stage's summary, what the server saw, and the clock's time at `scheduled_s` 0."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=serve, args=(script, theirs), daemon=True)
     process.start()
@@ -89,38 +94,51 @@ def run(
         limits=limits,
     )
     program = Program(urls=[("fake", ours.recv())], plan=plan, loads=[({}, load)], model="fake")
-    result = run_program(program, log=log)
+    epochs: list[float] = []
+    result = run_program(
+        program, log=log, on_progress=lambda load, labels: epochs.append(load.recorder.epoch)
+    )
     ours.send("stop")
     served = ours.recv()
     process.join()
-    return result.document["stages"][0], served
+    return result.document["stages"][0], served, epochs[-1]
 
 
 def check_truth(log: Path) -> dict[str, Any]:
-    """Return the errors (ms) of TTFT, gaps, TPOT and the spread that the machine itself adds."""
-    stage, served = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
+    """Return the errors (ms) of TTFT, gaps and TPOT, and how late the server itself was."""
+    stage, served, epoch = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
     lines = [json.loads(line) for line in log.read_text().splitlines()][:-1]
     errors: dict[str, list[float]] = {"ttft_ms": [], "gap_ms": [], "tpot_ms": []}
+    reading_ms: list[float] = []
     served.sort(key=lambda item: item[1])
     lines.sort(key=lambda line: line["scheduled_s"])
     workload = build_workload("synthetic:input=8,output=8")
     texts = {workload.conversation("0/[] round 0", i).turns[0].messages[0]["content"]: i
              for i in range(200)}  # fmt: skip
-    num_merged = 0
+    num_merged = allowed = 0
     by_id = {line["id"]: line for line in lines}
-    for number, (text, came_at, written_at) in enumerate(served):
+    for number, (text, came_at, begun_at, written_at) in enumerate(served):
         line = by_id[texts[text]]
         script = random_script(number)
         times = [written_at[i] for i in script.texts]
         gaps = [b - a for a, b in itertools.pairwise(times)]
-        sent_to_text_ms = line["ttft_ms"] - line["lag_ms"] - line["connect_ms"]
-        errors["ttft_ms"].append(sent_to_text_ms - 1e3 * (times[0] - came_at))
+        due = epoch + line["scheduled_s"]
+        low, high = (1e3 * (moments[script.texts[0]] - due) for moments in (begun_at, written_at))
+        error = line["ttft_ms"] - min(max(line["ttft_ms"], low), high)
+        errors["ttft_ms"].append(error)
+        allowed += abs(error) <= max(1.0, 0.01 * low)
+        connected = due + 1e-3 * (line["lag_ms"] + line["connect_ms"])
+        reading_ms.append(1e3 * (came_at - connected))
         if len(line["gaps_ms"]) < len(gaps):  # two writes came in one packet: one arrival
             num_merged += 1
             continue
         errors["gap_ms"] += [g - 1e3 * t for g, t in zip(line["gaps_ms"], gaps, strict=True)]
         errors["tpot_ms"].append(line["tpot_ms"] - 1e3 * (times[-1] - times[0]) / len(gaps))
-    report: dict[str, Any] = {"requests": len(served), "with_merged_writes": num_merged}
+    report: dict[str, Any] = {
+        "requests": len(served), "with_merged_writes": num_merged,
+        "ttft_within_1_ms_or_1_percent": allowed,
+        "server_read_ms": {"median": statistics.median(reading_ms), "worst": max(reading_ms)},
+    }  # fmt: skip
     for name, values in errors.items():
         sizes = sorted(abs(value) for value in values)
         report[name] = {
@@ -129,7 +147,7 @@ def check_truth(log: Path) -> dict[str, Any]:
             "worst_error": sizes[-1],
         }
     true_gaps = [
-        1e3 * (b - a) for _, _, moments in served for a, b in itertools.pairwise(moments[1:-1])
+        1e3 * (b - a) for *_, moments in served for a, b in itertools.pairwise(moments[1:-1])
     ]
     report["itl_mean"] = {
         "reported": stage["latency_ms"]["itl"]["mean"]["value"],
@@ -140,7 +158,7 @@ def check_truth(log: Path) -> dict[str, Any]:
 
 def check_streams(log: Path, num_streams: int = 500) -> dict[str, Any]:
     limits = Limits(duration_s=20.0, warmup_s=3.0)
-    stage, _ = run(slow_script, Closed(num_streams), limits, log)
+    stage, _, _ = run(slow_script, Closed(num_streams), limits, log)
     return {
         "streams": num_streams,
         "output_tokens_per_s": stage["throughput"]["output_tokens_per_s"],
@@ -155,7 +173,7 @@ def check_memory(log: Path) -> dict[str, Any]:
     """Return the peak of resident memory after a tenth of the tokens and after all."""
     peaks = []
     for num_requests in (100, 1000):
-        stage, _ = run(fast_script, Closed(20), Limits(num_requests=num_requests), log)
+        stage, _, _ = run(fast_script, Closed(20), Limits(num_requests=num_requests), log)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     return {
         "tokens": stage["throughput"]["output_tokens"],
@@ -168,7 +186,7 @@ def check_memory(log: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--log", type=Path, default=Path("/tmp/bench_client.jsonl"))
+    parser.add_argument("--log", type=Path, help="keep the lines of the last check's requests")
     parser.add_argument("checks", nargs="*", default=["truth", "streams", "memory"])
     arguments = parser.parse_args()
     multiprocessing.set_start_method("spawn")
@@ -178,9 +196,10 @@ def main() -> None:
     report: dict[str, Any] = {"commit": commit, "machine": platform.processor() or "?",
                               "date": time.strftime("%Y-%m-%d")}  # fmt: skip
     checks = {"truth": check_truth, "streams": check_streams, "memory": check_memory}
-    for name in arguments.checks:
-        report[name] = checks[name](arguments.log)
-        print(json.dumps({name: report[name]}, indent=1))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.checks:
+            report[name] = checks[name](arguments.log or Path(folder) / "requests.jsonl")
+            print(json.dumps({name: report[name]}, indent=1))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -65,9 +65,12 @@ class Server:
         for _ in range(100):
             try:
                 reply = urllib.request.urlopen(f"{self.url}/v1/requests/{name}/timeline").read()
-                return dict(json.loads(reply))
+                call = dict(json.loads(reply))
+                if call["outcome"] != "running":
+                    return call
             except urllib.error.HTTPError:
-                time.sleep(0.05)
+                pass
+            time.sleep(0.05)
         raise SystemExit(f"the call {name} did not end")
 
     def _body(self, body: dict[str, Any]) -> bytes:
@@ -196,7 +199,9 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[Server], None]]] = {
 
 @contextmanager
 def serving(model: str, options: list[str]) -> Iterator[Server]:
-    command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0", *options]
+    # The examples repeat their prompts, and mean them to be computed.
+    command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0",
+               "--no-prefix-cache", *options]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

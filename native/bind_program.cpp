@@ -1,6 +1,5 @@
 // Program for Python: every array is checked here for type, shape and contiguity; program.cpp checks what is in it.
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,7 +7,6 @@
 
 #include <chrono>
 #include <iterator>
-#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -184,9 +182,9 @@ class BoundProgram {
   // When the last forward was done: what the caller waits beyond it, it waits for the GIL.
   int64_t forward_end_ns() const { return forward_end_ns_; }
 
-  std::map<std::string, double> profile() const {
-    std::map<std::string, double> seconds;
-    for (const auto& [code, s] : program_.profile()) seconds[op_name(code)] += s;
+  std::vector<double> op_seconds() const {
+    std::vector<double> seconds;
+    for (const auto& [code, s] : program_.profile()) seconds.push_back(s);
     return seconds;
   }
 
@@ -281,7 +279,7 @@ void bind_program(nb::module_& m) {
       .def("read_blocks", &BoundProgram::read_blocks, nb::arg("blocks"), nb::arg("out").noconvert())
       .def("write_blocks", &BoundProgram::write_blocks)
       .def("set_profiling", [](BoundProgram& self, bool on) { self.program().set_profiling(on); })
-      .def("profile", &BoundProgram::profile, "Seconds spent so far in each kind of op, while profiling was on.")
+      .def("op_seconds", &BoundProgram::op_seconds, "Seconds spent so far in each op, while profiling was on.")
       .def_prop_ro("forward_end_ns", &BoundProgram::forward_end_ns,
                    "time.monotonic_ns when the last forward was done; the caller waits for the GIL after it.")
       .def_prop_ro("isa", [](BoundProgram& self) { return self.program().table().isa; })

@@ -162,9 +162,9 @@ auto quantize_rows(const std::string& isa, const Array<float, 2>& x) {
   return owned<uint8_t, 2>(std::move(out), {rows, stride});
 }
 
-// x is quantised first where the weights are.
+// x is quantised first where the weights are, unless `quantizes` says no.
 auto linear(const std::string& isa, const Array<float, 2>& x, const Segments& segments,
-            const std::optional<Array<float, 2>>& residual, int num_threads) {
+            const std::optional<Array<float, 2>>& residual, int num_threads, bool quantizes) {
   const KernelTable& table = table_of(isa);
   const size_t rows = x.shape(0), k = x.shape(1);
   require(!segments.empty() && segments.size() <= size_t(kMaxSegments),
@@ -187,12 +187,13 @@ auto linear(const std::string& isa, const Array<float, 2>& x, const Segments& se
   require(num_quantised == 0 || num_quantised == op.num_segments, "float and quantised weights cannot be merged");
   require(!residual || (residual->shape(0) == rows && residual->shape(1) == cols),
           "residual must have the shape of the result");
-  const size_t q8_stride = num_quantised ? q8_row_bytes(int(k)) : 0;
+  const bool is_q8 = num_quantised && quantizes;
+  const size_t q8_stride = is_q8 ? q8_row_bytes(int(k)) : 0;
   const Aligned q8(rows * q8_stride);
   op.in[0] = {reinterpret_cast<uint8_t*>(const_cast<float*>(x.data())), k * sizeof(float), int(k), false};
-  for (size_t t = 0; num_quantised && t < rows; t++)
+  for (size_t t = 0; is_q8 && t < rows; t++)
     table.quantize_row(x.data() + t * k, int(k), q8.data.get() + t * q8_stride);
-  if (num_quantised) op.in[0] = {q8.data.get(), q8_stride, int(k), true};
+  if (is_q8) op.in[0] = {q8.data.get(), q8_stride, int(k), true};
   std::unique_ptr<float[]> out(new float[rows * cols]);
   op.out = {reinterpret_cast<uint8_t*>(out.get()), cols * sizeof(float), int(cols), false};
   if (residual)
@@ -246,7 +247,8 @@ void bind_weights(nb::module_& m) {
       "Instruction sets that this machine can run, best first.");
   m.def("quantize_rows", quantize_rows, nb::arg("isa"), nb::arg("x"), "q8 rows of f32 rows, as bytes.");
   m.def("linear", linear, nb::arg("isa"), nb::arg("x"), nb::arg("segments"), nb::arg("residual").none() = nb::none(),
-        nb::arg("num_threads") = 1, "x @ W.T + bias + residual over (format, packed, rows, k, bias) segments.");
+        nb::arg("num_threads") = 1, nb::arg("quantizes") = true,
+        "x @ W.T + bias + residual over (format, packed, rows, k, bias) segments.");
   m.def("embed", embed, nb::arg("isa"), nb::arg("format"), nb::arg("packed"), nb::arg("rows"), nb::arg("k"),
         nb::arg("ids"), nb::arg("scale") = 1.0f, "Dequantised rows of a packed weight, times scale.");
 }

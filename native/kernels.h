@@ -40,10 +40,12 @@ struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-p
 struct Seq {
   int32_t first_row, num_rows, ctx_len;
 };
-struct KVLayout {        // K: [block][kv_head][head_dim][block_size]; V: [block][kv_head][block_size][head_dim]
-  uint8_t* k = nullptr;  // of layer 0
+// [block][layer][K, V] with K: [kv_head][head_dim][block_size], V: [kv_head][block_size][head_dim]. All layers of a
+// block lie together, so a short context touches few pages, and a block is copied or written to disk in one piece.
+struct KVLayout {
+  uint8_t* k = nullptr;  // of the first block and layer
   uint8_t* v = nullptr;
-  size_t layer_bytes = 0;  // from layer to layer, in each of k and v
+  size_t block_bytes = 0, layer_bytes = 0;  // from block to block, and from layer to layer within one
   int block_size = 16, kv_heads = 0, head_dim = 0;
   Format dtype = Format::f16;
 };
@@ -109,13 +111,15 @@ struct Op {
 };
 // in/out of each op:
 //   embed      out[t] = dequantised row tokens[t] of seg[0], times scale
-//   linear     in[0] f32 or q8 (q8 exactly when the weight formats are quantised); in[1] optional residual (f32, may be
-//              out itself); out f32 = in[0] @ W.T + bias + residual
+//   linear     in[0] f32, or q8 where the weight formats are quantised; in[1] optional residual (f32, may be out
+//   itself);
+//              out f32 = in[0] @ W.T + bias + residual
 //   rms_norm   in[0] f32; out f32 or q8; `heads` column groups; in[1] optional residual added after the norm
 //   quantize   in[0] f32 -> out q8
-//   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed and rotated; k normed and rotated and v go to the KV
-//   cache attend     in[0] q (f32) -> out f32 or q8 gated_act  act(in[0]) * in[1] -> out f32 or q8; act 0 silu, 1
-//   gelu_tanh add, scale, softcap, select  f32 -> f32
+//   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed and rotated; k, likewise, and v go to the KV cache
+//   attend     in[0] q (f32) -> out f32 or q8
+//   gated_act  act(in[0]) * in[1] -> out f32 or q8; act 0 silu, 1 gelu_tanh
+//   add, scale, softcap, select  f32 -> f32
 
 // ---- work sharing -------------------------------------------------------------------------------------------------
 // Threads take items until none is left; who computes an item never changes its bits (law 1). A kernel returns only
@@ -127,6 +131,12 @@ struct Work {
 };
 using Kernel = void (*)(const Op&, const Step&, Work&);
 
+// Multiplies and adds from registers `loops` times; a null `run`: the ISA has no such multiply.
+struct Probe {
+  void (*run)(long loops) = nullptr;
+  int macs_per_loop = 0;
+};
+
 struct KernelTable {
   const char* isa = nullptr;
   Kernel run[int(OpCode::count)] = {};
@@ -135,6 +145,9 @@ struct KernelTable {
   size_t (*attend_scratch)(const Op&) = nullptr;
   // Parts that tests call on their own.
   void (*quantize_row)(const float* x, int k, uint8_t* q8_row) = nullptr;
+  // What the machine is measured with.
+  Probe int8, bf16, f32;
+  void (*read_memory)(const float* data, size_t count) = nullptr;
 };
 #define PL_DECLARE_ISA(isa)          \
   namespace isa {                    \

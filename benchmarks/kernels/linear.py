@@ -3,7 +3,7 @@
 python benchmarks/kernels/linear.py [--format q4_1 ...] [--rows 1 8 512] [--shape 1536x576 ...]
 
 Prints a table and a line of JSON. GMAC/s counts multiply-adds, GB/s the packed weight read once;
-the shares are of what one core reaches (peak.cpp, built here with the system's g++) times threads.
+the shares are of what one core reaches (`paceline roofline` measures the same) times threads.
 Times are the median and the best of repeated calls; activations are quantised inside the call.
 """
 
@@ -14,7 +14,6 @@ import json
 import platform
 import statistics
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from paceline import _native
+from paceline.measure.ceilings import measure_ceilings
 from paceline.weights.repack import PackedTensor, pack_tensor
 from paceline.weights.tensor import BLOCK, FLOAT_FORMATS, QTensor
 
@@ -33,12 +33,12 @@ SECONDS = 0.3  # a measurement
 
 def peak() -> dict[str, float]:
     """GMAC/s and GB/s of one core."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/peak"
-        flags = ["-O3", "-march=native", "-std=c++20", "-pthread"]
-        subprocess.run(["g++", *flags, str(HERE / "peak.cpp"), "-o", program], check=True)
-        result: dict[str, float] = json.loads(subprocess.check_output([program]))
-        return result
+    ceilings = measure_ceilings(1)
+    return {
+        "gmac_s": ceilings.int8_macs_s / 1e9,
+        "f32_gmac_s": ceilings.f32_macs_s / 1e9,
+        "gb_s": ceilings.memory_bytes_s / 1e9,
+    }
 
 
 def weight(fmt: str, rows: int, k: int) -> PackedTensor:

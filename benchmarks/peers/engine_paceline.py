@@ -17,7 +17,11 @@ class Engine:
         self, model: str, *, num_threads: int, context: int, num_streams: int, **options: Any
     ) -> None:
         config = EngineConfig(
-            num_threads=num_threads, max_model_len=context, max_num_seqs=num_streams, **options
+            num_threads=num_threads,
+            max_model_len=context,
+            max_num_seqs=num_streams,
+            prefix_cache=False,
+            **options,
         )
         self._loaded = load_model(model, config)
         self._context = context

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ceilings import measure_ceilings, read_busy_cores
 from cells import Cell, trial
 from engines import EngineSpec, Options
 from figures import Outcome, Sample
-from floors import Ceilings, ModelCosts, decode_work, floor_s, prefill_work
 from measure import Session, measure, open_process, try_out
 from processes import EngineError, EngineProcess
 
 from paceline.engine.memory import available_memory
+from paceline.measure.ceilings import Ceilings, measure_ceilings
+from paceline.measure.floors import ModelCosts, decode_work, floor_s, prefill_work
+from paceline.measure.machine import read_busy_cores
 
 _SWITCH_GAIN = 0.02  # a configuration must be better by more than the noise to be taken
 _MEMORY_SHARE = 0.8  # of what is free: engines that need more in all are loaded in turn
@@ -29,7 +29,6 @@ class Bench:
     session: Session
     costs: ModelCosts
     num_parameters: int
-    peak: Path | None  # the program of ceilings.py
     ceilings: list[Ceilings] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)  # cores that others kept busy, a round each
     scores: dict[object, float] = field(default_factory=dict)  # of the configurations tried
@@ -201,9 +200,9 @@ def run_cell(bench: Bench, cell: Cell, specs: Sequence[EngineSpec]) -> Mapping[s
 
 
 def _read_ceilings(bench: Bench, cell: Cell) -> Ceilings | None:
-    """Return the ceilings now, where the cell has a floor and they can be measured."""
-    if bench.peak is None or cell.kind not in ("prefill", "decode"):
+    """Return the ceilings now, where the cell has a floor."""
+    if cell.kind not in ("prefill", "decode"):
         return None
-    ceilings = measure_ceilings(bench.peak, bench.session.num_threads)
+    ceilings = measure_ceilings(bench.session.num_threads)
     bench.ceilings.append(ceilings)
     return ceilings

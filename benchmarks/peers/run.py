@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from arguments import parse_arguments
-from ceilings import chosen_isa, compile_peak
 from cells import CELLS, QUICK, Cell, fit
 from engines import ENGINES, EngineSpec, installed_version, num_parameters
 from figures import Row, configurations, rows, table
-from floors import Ceilings, model_costs
 from measure import Session
 from q8_copy import unreadable_formats, write_q8_copy
 from rounds import Bench, progress, run_cell
@@ -39,6 +36,9 @@ from paceline.catalog import resolve
 from paceline.cpu import resolve_num_threads
 from paceline.engine.build import display_name
 from paceline.errors import PacelineError
+from paceline.measure.ceilings import Ceilings
+from paceline.measure.floors import model_costs
+from paceline.measure.machine import cpu_model, this_machine
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import open_checkpoint
 
@@ -63,9 +63,8 @@ def find_engines(
 
 
 def prepare(
-    name: str, args: argparse.Namespace, specs: Sequence[EngineSpec], *, peak: Path | None,
-    folder: Path,
-) -> Bench:  # fmt: skip
+    name: str, args: argparse.Namespace, specs: Sequence[EngineSpec], *, folder: Path
+) -> Bench:
     """Return what the cells of a model need. Copies for engines that cannot read it are written."""
     path = resolve(name)
     checkpoint = open_checkpoint(path)
@@ -92,7 +91,6 @@ def prepare(
         session=session,
         costs=model_costs(checkpoint),
         num_parameters=num_parameters(checkpoint),
-        peak=peak,
     )
 
 
@@ -114,10 +112,10 @@ def run_model(
 def ceilings_summary(measured: Sequence[Ceilings]) -> dict[str, Any]:
     """Return median and spread of each ceiling over the run, in GMAC/s and GB/s."""
     summary: dict[str, Any] = {}
-    for field in dataclasses.fields(Ceilings):
-        values = [getattr(c, field.name) for c in measured]
+    for field in ("int8_macs_s", "bf16_macs_s", "f32_macs_s", "memory_bytes_s"):
+        values = [getattr(c, field) for c in measured]
         if values and None not in values:
-            name = field.name.replace("_macs_s", "_gmac_s").replace("_bytes_s", "_gb_s")
+            name = field.replace("_macs_s", "_gmac_s").replace("memory_bytes_s", "read_gb_s")
             summary[name] = _median_and_spread([value / 1e9 for value in values])
     return summary
 
@@ -126,14 +124,6 @@ def _median_and_spread(values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {}
     return {"median": statistics.median(values), "spread": [min(values), max(values)]}
-
-
-def machine() -> str:
-    """Return the CPU's name as /proc gives it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(": ", 1)[1]
-    return platform.machine()
 
 
 def commit() -> str:
@@ -150,20 +140,12 @@ def run(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Row]]]:
     specs, versions, absent = find_engines(args.engines, args.python)
     for engine in absent:
         progress(f"{engine} is not installed in {args.python[engine]}: left out")
-    isa = chosen_isa()
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        peak: Path | None = None
-        try:
-            peak = compile_peak(isa, folder)
-        except PacelineError as error:
-            progress(f"no shares: {error}")
-        benches = [
-            prepare(name, args, specs, peak=peak, folder=folder) for name in args.models
-        ]  # fmt: skip
+        benches = [prepare(name, args, specs, folder=folder) for name in args.models]
         about = {
-            "commit": commit(), "machine": machine(), "isa": isa, "threads": args.threads,
-            "rounds": args.rounds, "engines": versions, "absent": absent,
+            "commit": commit(), "machine": cpu_model(), "isa": this_machine().isa,
+            "threads": args.threads, "rounds": args.rounds, "engines": versions, "absent": absent,
             "q8_0_copies": {bench.session.path.name: [*bench.session.copies] for bench in benches},
         }  # fmt: skip
         found: list[Row] = []

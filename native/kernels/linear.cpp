@@ -1,6 +1,6 @@
 // linear: out = x @ W.T + bias + residual over one to three weights. An item of work is one panel times one block of
 // rows that fits the cache. Few rows read the packed panel and unpack in registers; more rows unpack it to scratch
-// first.
+// first. Where activations stay f32, quantised weights are widened to f32 in scratch.
 #include "kernels/linear_tile.h"
 
 namespace paceline::PL_ISA {
@@ -38,22 +38,23 @@ struct FormatKernels {
   Tiles packed, unpacked;
   void (*unpack)(const uint8_t* panel, int num_groups, uint8_t* scratch);  // null: tiles read the packed panel always
   size_t unpacked_group_bytes;
+  void (*unpack_floats)(const uint8_t* panel, int num_groups, float* scratch);  // for f32 activations; null: floats
 };
 template <Format f>
 constexpr FormatKernels quantised() {
   using S = ShapeOf<f>;
   return {quant_tiles<Packed<f>, kPackedSizes>(), quant_tiles<Unpacked<S>, kNumSizes>(), unpack_panel<f>,
-          sizeof(UnpackedGroup<S>)};
+          sizeof(UnpackedGroup<S>), unpack_floats<f>};
 }
 template <Format f>
 constexpr FormatKernels floating() {
-  return {float_tiles<f>(), {}, nullptr, 0};
+  return {float_tiles<f>(), {}, nullptr, 0, nullptr};
 }
 
 #if defined(PL_ISA_avx512bf16)
 constexpr bool kRoundsRows = true;
 constexpr FormatKernels bfloat() {
-  return {{{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}}, {}, nullptr, 0};
+  return {{{bf16_tile<1>, bf16_tile<2>, bf16_tile<4>, bf16_tile<8>}}, {}, nullptr, 0, nullptr};
 }
 #else
 constexpr bool kRoundsRows = false;
@@ -76,6 +77,8 @@ int row_block(size_t row_bytes) {
   return rows < 4 * kTileRows ? 4 * kTileRows : rows;
 }
 
+// Whether quantised weights meet f32 activations, and so are widened to f32 too.
+bool widens(const Weight& w, const Op& op) { return kFormats[int(w.format)].unpack_floats && !op.in[0].is_q8; }
 bool rounds_rows(const Weight& w) { return kRoundsRows && w.format == Format::bf16; }
 size_t rounded_row_bytes(int k) { return round64((size_t(k) + 15) / 16 * 32); }
 
@@ -136,6 +139,12 @@ void run_panel(const Op& op, const Panel& p, const uint8_t* x, size_t x_stride, 
   a.residual = op.in[1].data ? op.in[1].data + begin * op.in[1].stride + size_t(p.column) * sizeof(float) : nullptr;
   a.residual_stride = op.in[1].stride;
   a.lanes = left < kPanel ? left : kPanel;
+  if (widens(w, op)) {
+    kernels.unpack_floats(a.weight, w.k / kGroup, (float*)scratch);
+    a.weight = scratch;
+    run_tiles(kFormats[int(Format::f32)].packed, a, rows);
+    return;
+  }
   if (rows <= kPackedRows || !kernels.unpack) {
     run_tiles(kernels.packed, a, rows);
     return;
@@ -184,6 +193,7 @@ size_t linear_scratch(const Op& op, int max_rows) {
     const Weight& w = op.seg[s].weight;
     const int block = row_block(op.in[0].stride);
     size_t need = w.k / kGroup * kFormats[int(w.format)].unpacked_group_bytes;
+    if (widens(w, op)) need = size_t(w.k) * kPanel * sizeof(float);
     if (rounds_rows(w)) need = size_t(max_rows < block ? max_rows : block) * rounded_row_bytes(w.k);
     bytes = need > bytes ? need : bytes;
   }

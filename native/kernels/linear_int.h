@@ -44,6 +44,7 @@ PL_INLINE i32x16 shift(i32x16 a, int n) {
   return {n >= 0 ? _mm512_slli_epi32(a.v, unsigned(n)) : _mm512_srli_epi32(a.v, unsigned(-n))};
 }
 PL_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+PL_INLINE i32x16 as_lanes(u8x64 a) { return {a.v}; }
 // acc += each lane's four quants of w times the four at x.
 PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
   int four;
@@ -101,6 +102,7 @@ PL_INLINE i32x16 shift(i32x16 a, int n) {
   return {_mm256_srli_epi32(a.lo, -n), _mm256_srli_epi32(a.hi, -n)};
 }
 PL_INLINE f32x16 to_float(i32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+PL_INLINE i32x16 as_lanes(u8x64 a) { return {a.lo, a.hi}; }
 PL_INLINE __m256i broadcast4(const void* p) {
   int four;
   std::memcpy(&four, p, 4);
@@ -171,6 +173,7 @@ PL_INLINE i32x16 shift(i32x16 a, int n) {
   PL_QUARTERS(i32x16, vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a.v[i]), vdupq_n_s32(n))));
 }
 PL_INLINE f32x16 to_float(i32x16 a) { PL_QUARTERS(f32x16, vcvtq_f32_s32(a.v[i])); }
+PL_INLINE i32x16 as_lanes(u8x64 a) { PL_QUARTERS(i32x16, vreinterpretq_s32_u8(a.v[i])); }
 PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
@@ -209,6 +212,11 @@ PL_INLINE i32x16 shift(i32x16 a, int n) {
   PL_ALL(i32x16, 16, n >= 0 ? int32_t(uint32_t(a.v[i]) << n) : int32_t(uint32_t(a.v[i]) >> -n));
 }
 PL_INLINE f32x16 to_float(i32x16 a) { PL_ALL(f32x16, 16, float(a.v[i])); }
+PL_INLINE i32x16 as_lanes(u8x64 a) {
+  i32x16 r;
+  std::memcpy(&r, &a, sizeof r);
+  return r;
+}
 PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
   for (int i = 0; i < 64; i++) acc.v[i / 4] += int8_t(w.v[i]) * x[i % 4];
   return acc;
@@ -240,5 +248,10 @@ PL_INLINE f32x16 load_bf16_pair(const uint16_t* p, int odd) {
 #if !defined(PL_ISA_avx2)
 PL_INLINE i32x16 half_factor(i32x16 a) { return a; }
 #endif
+// The low `bits` bits of each lane as a signed number.
+PL_INLINE i32x16 sign_extended(i32x16 a, int bits) {
+  const int half = 1 << (bits - 1);
+  return add(mask(add(a, set1_i32(half)), 2 * half - 1), set1_i32(-half));
+}
 
 }  // namespace paceline::PL_ISA

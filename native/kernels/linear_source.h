@@ -153,4 +153,29 @@ void unpack_panel(const uint8_t* panel, int num_groups, uint8_t* scratch) {
   }
 }
 
+// A packed panel as [k][16] floats: the values of `dequantize`.
+template <Format f>
+void unpack_floats(const uint8_t* panel, int num_groups, float* out) {
+  using S = ShapeOf<f>;
+  const Packed<f> source(panel, num_groups);
+  for (int g = 0; g < num_groups; g++) {
+    source.fetch_ahead(g);
+    const auto s = source.scales_of(g);
+    PL_UNROLL
+    for (int j = 0; j < 8; j++) {
+      f32x16 d = s.d, m = s.d;
+      if constexpr (S::has_halves) d = mul(d, to_float(sign_extended(s.scale[j / 4], 16)));
+      if constexpr (S::has_min) m = s.m;
+      if constexpr (S::scaling == Scaling::halves_min) m = mul(m, to_float(sign_extended(s.min[j / 4], 16)));
+      const i32x16 lanes = as_lanes(source.block(g, j));
+      for (int i = 0; i < 4; i++, out += kPanel) {
+        i32x16 q = shift(lanes, -8 * i);
+        q = S::bits == 8 && S::zero == 0 ? sign_extended(q, 8) : add(mask(q, 255), set1_i32(-S::zero));
+        const f32x16 w = mul(d, to_float(q));
+        store(out, S::has_min ? add(w, m) : w);
+      }
+    }
+  }
+}
+
 }  // namespace paceline::PL_ISA

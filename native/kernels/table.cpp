@@ -20,6 +20,10 @@ void add(const Op&, const Step&, Work&);
 void scale(const Op&, const Step&, Work&);
 void softcap(const Op&, const Step&, Work&);
 void select(const Op&, const Step&, Work&);
+void read_memory(const float* data, size_t count);
+Probe int8_probe();
+Probe bf16_probe();
+Probe f32_probe();
 
 const KernelTable& kernel_table() {
   static const KernelTable table = [] {
@@ -39,6 +43,10 @@ const KernelTable& kernel_table() {
     t.run[int(OpCode::scale)] = scale;
     t.run[int(OpCode::softcap)] = softcap;
     t.run[int(OpCode::select)] = select;
+    t.read_memory = read_memory;
+    t.int8 = int8_probe();
+    t.bf16 = bf16_probe();
+    t.f32 = f32_probe();
     return t;
   }();
   return table;

@@ -10,6 +10,8 @@ from paceline.errors import ParameterError
 
 KVDtype = Literal["f16", "bf16", "f32"]
 KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32")
+Activations = Literal["q8", "f32"]
+ACTIVATIONS: tuple[Activations, ...] = ("q8", "f32")
 MAX_STEP = 2**20  # tokens and sequences of one step
 
 
@@ -22,6 +24,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens a KV block
     kv_dtype: KVDtype = "f16"
     kv_memory_bytes: int | None = None  # default: a share of the memory that is free
+    activations: Activations = "q8"  # what linears over quantised weights read
+    prefix_cache: bool = True  # begin a prompt after what has been computed of it before
+    kv_tier: str | None = None  # a spec: where blocks go that the KV cache gives up
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
@@ -43,16 +48,27 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 )
         for name, kind in (
             ("policy", str), ("backend", str), ("seed", int), ("ledger", bool),
+            ("prefix_cache", bool),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise ParameterError(
                     f"{name} is {value!r}: it must be a {kind.__name__}", param=name
                 )
-        if self.kv_dtype not in KV_DTYPES:
+        for name, choices in (("kv_dtype", KV_DTYPES), ("activations", ACTIVATIONS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ParameterError(
+                    f"{name} is {value!r}: choose one of {', '.join(choices)}", param=name
+                )
+        if self.kv_tier is not None and not isinstance(self.kv_tier, str):
             raise ParameterError(
-                f"kv_dtype is {self.kv_dtype!r}: choose one of {', '.join(KV_DTYPES)}",
-                param="kv_dtype",
+                f"kv_tier is {self.kv_tier!r}: it must be a text like disk:path=DIR,size=4G",
+                param="kv_tier",
+            )
+        if self.kv_tier is not None and not self.prefix_cache:
+            raise ParameterError(
+                "kv_tier needs the prefix cache: leave out --no-prefix-cache", param="kv_tier"
             )
         if self.block_size % 16 or self.block_size > 256:
             raise ParameterError(

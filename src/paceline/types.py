@@ -174,6 +174,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 class Request(Struct, frozen=True, kw_only=True):
     """One prompt to continue, `params.n` times. Lower `priority` runs first.
 
+    Requests share the computation of a common prefix only where their `cache_salt` is the same.
     `grammar` is `params.structured`, compiled (`LoadedModel.grammar`).
     """
 
@@ -181,6 +182,7 @@ class Request(Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str = ""
     arrival_ns: int = 0
     grammar: Grammar | None = None
 
@@ -195,6 +197,8 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
+    """Tokens of one choice; `cached_tokens` of the prompt were not computed but found."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0

@@ -86,7 +86,7 @@ class HttpServer:
         return SimpleNamespace(**self.client.get("/health").json()["engine"])
 
     def drain(self) -> None:
-        """DRAIN: nothing runs, nothing waits, every block is free again."""
+        """DRAIN: nothing runs, nothing waits, no block is held."""
 
         def is_drained() -> bool:
             stats = self.stats()

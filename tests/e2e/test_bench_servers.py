@@ -3,14 +3,17 @@
 import asyncio
 import importlib.util
 import json
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from paceline.bench import tether
 from paceline.bench.adapters.shell import App, Piece, Runner
 from tests.e2e.live import PACELINE
 from tests.e2e.test_bench import bench
@@ -31,10 +34,39 @@ def test_our_own_server_is_started_measured_and_ended(script_path):
     assert f":{int(port):04X} 00000000:0000 0A" not in listening
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_bench_that_is_told_to_end_takes_its_server_with_it(script_path, tmp_path, number):
+@pytest.fixture
+def peer_python(tmp_path):
+    """A "Python" that answers as a peer's adapter does, whatever module it is to run."""
+    server = tmp_path / "server.py"
+    server.write_text("""
+import http.server, json, sys
+class Models(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "m"}]}).encode())
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Models).serve_forever()
+""")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{server}" "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def is_running(pid: str) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"  # an orphan may wait for its new parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_bench_that_ends_takes_its_servers_with_it(script_path, tmp_path, peer_python, number):
     log = tmp_path / "log.jsonl"
     command = [*PACELINE, "bench", "--serve", str(script_path), "--serve-with", ENGINE,
+               "--peer", "llama.cpp", "--peer-python", f"llama.cpp={peer_python}",
                "--threads", "1", "--workload", "synthetic:input=4,output=600", "--duration", "60s",
                "--log", str(log)]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -44,12 +76,31 @@ def test_a_bench_that_is_told_to_end_takes_its_server_with_it(script_path, tmp_p
             time.sleep(0.02)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        code = process.wait(20)
     finally:
         process.kill()
         process.wait()
-    assert children
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert code == (-number if number == signal.SIGKILL else 128 + number)
+    assert len(children) == 2
+    deadline = time.monotonic() + 10
+    while any(map(is_running, children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_running, children))
+
+
+def test_a_server_whose_bench_ended_before_it_began_does_not_begin(tmp_path):
+    command = [sys.executable, tether.__file__, str(os.getppid()), "touch", str(tmp_path / "began")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
+    assert "the parent ended before" in result.stderr
+
+
+def test_a_peer_whose_python_is_not_there_is_named_with_its_remedy(script_path):
+    command = [*PACELINE, "bench", "--peer", "openvino", "--peer-model", str(script_path),
+               "--peer-python", "openvino=/no/python"]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "openvino did not start (/no/python cannot be run: No such file" in result.stderr
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_remedy(script_path):

@@ -89,9 +89,10 @@ def xy_path(tmp_path_factory) -> Path:
     return write_gguf(model, tmp_path_factory.mktemp("xy") / "xy.gguf")
 
 
-def test_penalties_give_the_texts_of_hand_calculation(xy_path):
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_penalties_give_the_texts_of_hand_calculation(xy_path, prefix_cache):
     """SMP-03 over HTTP: alone, then all together, several times."""
-    server = LiveServer(xy_path, kv_memory_bytes=2**20, num_threads=1)
+    server = LiveServer(xy_path, kv_memory_bytes=2**20, num_threads=1, prefix_cache=prefix_cache)
 
     def text(name: str) -> str:
         options, _ = PENALTIES[name]

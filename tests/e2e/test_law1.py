@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +32,7 @@ class Job:
     params: SamplingParams
     arrives_at: int = 0
     aborted_after: int | None = None
+    salt: str = ""
 
 
 Answer = tuple[tuple[int, ...], tuple[bytes, ...], str]
@@ -76,7 +78,7 @@ def run(engine: Engine, jobs: list[Job]) -> list[list[Answer]]:
             if job.arrives_at == step:
                 request = Request(
                     id=str(number), prompt_token_ids=job.prompt, params=job.params,
-                    arrival_ns=step,
+                    arrival_ns=step, cache_salt=job.salt,
                 )  # fmt: skip
                 engine.submit(request, lambda delta, number=number: sink(number, delta))
             if job.aborted_after is not None and job.arrives_at + job.aborted_after == step:
@@ -97,12 +99,14 @@ _solo_engines: dict[Path, Engine] = {}
 
 
 def alone(path: Path, job: Job) -> list[Answer]:
-    """Return what the job gets with the engine to itself: one thread, whole prompts, a big pool."""
-    job = replace(job, arrives_at=0, aborted_after=None)
+    """Return what the job gets with the engine to itself: one thread, whole prompts, no cache."""
+    job = replace(job, arrives_at=0, aborted_after=None, salt="")
     key = (path, repr(job))
     if key not in _alone:
         if path not in _solo_engines:
-            _solo_engines[path] = make_engine(path, num_threads=1, max_batched_tokens=256)
+            _solo_engines[path] = make_engine(
+                path, num_threads=1, max_batched_tokens=256, prefix_cache=False
+            )
         _alone[key] = run(_solo_engines[path], [job])[0]
     return _alone[key]
 
@@ -122,10 +126,19 @@ params = st.builds(
     logprobs=st.sampled_from([0, 2]),
     ignore_eos=st.just(True),
 )
+# Prompts of two families, cut anywhere and ended by some tokens of their own: they share beginnings
+# of any length, and are of other tokens at any place.
+prompts = st.builds(
+    lambda family, cut, tail: (tuple((family + 3 * i) % 256 for i in range(cut)) + tail)[:70],
+    family=st.sampled_from([7, 7, 7, 100]),
+    cut=st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 48, 64, 65, 70]),
+    tail=st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple) | st.just((5,)),
+)
 jobs = st.builds(
     Job,
-    prompt=st.lists(st.integers(0, 255), min_size=1, max_size=70).map(tuple),
+    prompt=prompts,
     params=params,
+    salt=st.sampled_from(["", "", "", "another tenant"]),
     arrives_at=st.integers(0, 25),
     aborted_after=st.none() | st.none() | st.integers(0, 20),
 )
@@ -134,7 +147,8 @@ engine_options = st.fixed_dictionaries(
         "num_threads": st.sampled_from([1, 2]),
         "max_batched_tokens": st.sampled_from([4, 7, 16, 33, 128]),
         "max_num_seqs": st.sampled_from([1, 3, 4]),
-        "policy": st.sampled_from(["fcfs", "priority"]),
+        "policy": st.sampled_from(["fcfs", "priority", "slo:step_ms=0.01,floor=1"]),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
         # A job can need 6 blocks a choice: the small pools force preemption.
         "kv_memory_bytes": st.sampled_from([8, 11, 20, 200]).map(lambda n: n * BLOCK_BYTES),
     }
@@ -161,6 +175,79 @@ def test_any_schedule_gives_each_request_the_bits_it_gets_alone(folder, fmt, opt
                 assert bits == solo_bits[: len(bits)]
             else:
                 assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=2, ignore_eos=True)
+
+
+def test_a_hit_of_any_length_gives_the_bits_of_a_miss(folder):
+    path = model_path(folder, "q4_0")
+    known = tuple(range(70))
+    engine = make_engine(path, num_threads=2)
+    run(engine, [Job(known, GREEDY)])
+    for cut in range(71):
+        tail = (200, cut) if cut < 70 else ()
+        job = Job((*known[:cut], *tail), GREEDY)
+        before = engine.stats().num_prefix_hit
+        assert run(engine, [job]) == [alone(path, job)], cut
+        assert engine.stats().num_prefix_hit - before >= min(cut, 69)
+    engine.stop(5)
+
+
+def test_the_next_turn_of_a_conversation_hits_on_the_answer(folder):
+    path = model_path(folder, "q8_0")
+    params = SamplingParams(max_tokens=30, temperature=0.9, seed=4, logprobs=1, ignore_eos=True)
+    engine = make_engine(path, num_threads=2, max_batched_tokens=33)
+    prompt = tuple(range(20))
+    for _ in range(4):
+        job = Job(prompt, params)
+        before = engine.stats().num_prefix_hit
+        [[answer]] = run(engine, [job])
+        assert [answer] == alone(path, job)
+        if len(prompt) > 20:  # all but the last token of the answer, which was never computed
+            assert engine.stats().num_prefix_hit - before >= len(prompt) - 4
+        prompt = (*prompt, *answer[0], 1, 2, 3)
+    engine.stop(5)
+
+
+def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
+    """A pool of ten blocks, so that nearly all goes to disk; every other engine is a new one."""
+    path = model_path(folder, "q8_0")
+    rng = random.Random(1)
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+    families = [tuple(rng.randrange(256) for _ in range(100)) for _ in range(4)]
+    jobs = [
+        Job((*rng.choice(families)[: rng.randrange(20, 100)], rng.randrange(256)), params,
+            arrives_at=rng.randrange(30))
+        for _ in range(24)
+    ]  # fmt: skip
+    num_restored = 0
+    for _ in range(4):
+        engine = make_engine(
+            path, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
+            kv_tier=f"disk:path={tmp_path},size=64M",
+        )  # fmt: skip
+        engine._cache._tier._store.settle()
+        for _ in range(2):
+            assert run(engine, jobs) == [alone(path, job) for job in jobs]
+        num_restored += engine.stats().num_blocks_restored
+        engine.stop(5)
+        rng.shuffle(jobs)
+    assert num_restored > 50
+
+
+def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
+    job = Job(tuple(range(70)), GREEDY)
+    for kv_dtype in ("f32", "f16"):
+        engine = load_model(
+            str(model_path(folder, "q8_0")),
+            EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",
+                         kv_memory_bytes=40 * BLOCK_BYTES),
+        ).engine  # fmt: skip
+        engine._cache._tier._store.settle()
+        run(engine, [job])
+        assert engine.stats().num_prefix_hit == 0
+        engine.stop(5)
 
 
 def test_a_tiny_pool_preempts_and_still_gives_the_same_bits(folder):

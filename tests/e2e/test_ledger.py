@@ -30,7 +30,12 @@ def server(script):
 def timeline(server, key):
     """The timeline of a call, as soon as the call is over: that is after its last byte."""
     path = f"/v1/requests/{key}/timeline"
-    wait_until(lambda: server.client.get(path).status_code == 200, timeout_s=20)
+
+    def is_over():
+        reply = server.client.get(path)
+        return reply.status_code == 200 and reply.json()["outcome"] != "running"
+
+    wait_until(is_over, timeout_s=20)
     return server.client.get(path).json()
 
 
@@ -212,6 +217,87 @@ def test_a_failed_call_closes_with_the_failed_steps_time_unexplained(server, mon
     assert "no luck" in call.error
 
 
+# ---- calls that still run ----
+
+
+def so_far(server, key, **query):
+    reply = server.client.get(f"/v1/requests/{key}/timeline", params=query)
+    assert reply.status_code == 200, reply.text
+    call = reply.json()
+    assert call["outcome"] == "running"
+    assert "residual" not in call["parts_ms"]
+    assert sum(call["parts_ms"].values()) == pytest.approx(call["wall_ms"], abs=1e-6)
+    assert all(value >= 0 for value in call["parts_ms"].values()), call["parts_ms"]
+    return call
+
+
+def open_stream(server, key, **body):
+    return send(server, headers=f"X-Request-Id: {key}\r\n", stream=True, **body)
+
+
+def test_a_running_call_shows_what_is_booked_so_far_and_ends_as_itself(server):
+    before = server.stats().num_generated_tokens
+    connection = open_stream(server, "running", max_tokens=3000)
+    wait_until(lambda: server.stats().num_generated_tokens > before + 20)
+    first = so_far(server, "running")
+    [choice] = first["choices"]
+    assert choice["finish_reason"] is None
+    assert choice["completion_tokens"] >= 20
+    assert first["ttft_ms"] < first["wall_ms"]
+    assert first["parts_ms"]["decode"] > 0
+    assert first["parts_ms"]["unbooked"] < first["wall_ms"] / 2
+    assert choice["num_steps"] == len(choice["steps"]) > 0
+    seen = choice["steps"][-1]["step"]
+    wait_until(lambda: server.stats().num_generated_tokens > before + 60)
+    later = so_far(server, "running", after_step=seen)
+    assert later["wall_ms"] > first["wall_ms"]
+    assert later["choices"][0]["steps"][0]["step"] == seen + 1
+    assert later["choices"][0]["num_steps_forgotten"] == 0
+    connection.close()
+    ended = timeline(server, "running")
+    assert ended["outcome"] == "aborted"
+    assert "unbooked" not in ended["parts_ms"]
+    assert ended["parts_ms"]["decode"] > later["parts_ms"]["decode"]
+
+
+def test_a_running_call_of_several_choices_shows_them_once_they_have_their_prompt(server):
+    before = server.stats().num_generated_tokens
+    connection = open_stream(server, "several", n=3, max_tokens=3000, prompt="0" * 50)
+    wait_until(lambda: server.stats().num_generated_tokens > before + 20)
+    call = so_far(server, "several")
+    assert [choice["index"] for choice in call["choices"]] == [0, 1, 2]
+    assert call["prompt_tokens"] == 50
+    connection.close()
+    server.drain()
+
+
+def test_a_call_in_the_queue_is_all_unbooked_and_has_no_step(server):
+    others = [open_stream(server, f"seat-{number}") for number in range(4)]
+    wait_until(lambda: server.stats().num_running == 4)
+    queued = open_stream(server, "queued", n=2)
+    wait_until(lambda: server.stats().num_waiting == 1)
+    time.sleep(0.05)
+    call = so_far(server, "queued")
+    assert call["parts_ms"]["unbooked"] > 0.9 * 50
+    assert call["ttft_ms"] is None
+    assert [choice["steps"] for choice in call["choices"]] == [[]]
+    for connection in (*others, queued):
+        connection.close()
+    server.drain()
+    assert timeline(server, "queued")["outcome"] == "aborted"
+
+
+def test_a_step_says_how_many_tokens_it_gave(server):
+    call = _completed(server, "marked", prompt="0" * 1500, max_tokens=5)  # more than one budget
+    assert [step["new_tokens"] for step in call["choices"][0]["steps"]] == [0, 0, 1, 1, 1, 1, 1]
+
+
+def test_after_step_must_be_a_number(server):
+    response = server.client.get("/v1/requests/any/timeline", params={"after_step": "x"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "after_step"
+
+
 # ---- company ----
 
 
@@ -237,7 +323,7 @@ def test_64_at_once_close_and_know_what_others_cost(server):
 
 def test_the_price_of_a_preemption_is_named(script):
     with LiveServer(script, num_threads=1, kv_memory_bytes=20 * 2**10, block_size=16,
-                    max_model_len=300) as small:  # fmt: skip
+                    max_model_len=300, prefix_cache=False) as small:  # fmt: skip
         assert small.stats().num_blocks == 20  # two prompts of 150 fit, their answers do not
         for attempt in range(20):  # on a busy machine the first may end before the second comes
             keys = f"a{attempt}", f"b{attempt}"

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.live import LiveServer, ServeProcess, script_model, wait_until
+from tests.e2e.test_ledger import timeline
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,8 @@ def one_call(server, books, seed):
 
 def test_the_books_balance_after_a_chaotic_load(script):
     books = Books()
-    with LiveServer(script, num_threads=1, max_num_seqs=8, kv_memory_bytes=2**18) as server:
+    with LiveServer(script, num_threads=1, max_num_seqs=8, kv_memory_bytes=2**18,
+                    prefix_cache=False) as server:  # fmt: skip
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda seed: one_call(server, books, seed), range(160)))
         server.drain()
@@ -202,7 +204,7 @@ def test_client_and_server_agree_on_ttft_and_itl(real_model):
         ttfts, gaps = [], []
         for number in range(5):
             seen_ms, seen_gaps, answer_id = watch(server, f"{number} " + "a word " * 60, 24)
-            told = server.client.get(f"/v1/requests/{answer_id}/timeline").json()
+            told = timeline(server, answer_id)
             ttfts.append((seen_ms, told["ttft_ms"]))
             gaps += seen_gaps
         after = scrape(server)

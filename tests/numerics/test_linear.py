@@ -30,10 +30,20 @@ class Case:
     packed: PackedTensor
     weights: F32  # [N, K]
 
-    def linear(self, isa: str, x: F32, *, num_threads: int = 1, bias: F32 | None = None) -> F32:
+    def linear(
+        self,
+        isa: str,
+        x: F32,
+        *,
+        num_threads: int = 1,
+        bias: F32 | None = None,
+        quantizes: bool = True,
+    ) -> F32:
         p = self.packed
         segment = (p.format, p.data, p.rows, p.k, bias)
-        return np.asarray(_native.linear(isa, x, [segment], num_threads=num_threads))
+        return np.asarray(
+            _native.linear(isa, x, [segment], num_threads=num_threads, quantizes=quantizes)
+        )
 
 
 def random_tensor(fmt: str, rows: int, k: int) -> QTensor:
@@ -125,6 +135,16 @@ def test_a_row_has_the_same_bits_in_any_batch_and_any_number_of_threads(isa: str
     for tokens in (2, 3, 4, 5, 8, 13, 40):
         for threads in (1, 2):
             assert np.array_equal(c.linear(isa, x[:tokens], num_threads=threads), alone[:tokens])
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt not in FLOAT_FORMATS])
+@pytest.mark.parametrize("isa", ISAS)
+def test_f32_activations_meet_exactly_the_dequantised_weights(isa: str, fmt: str) -> None:
+    x, c = activations(9, 768), case(fmt, 33, 768)
+    got = c.linear(isa, x, num_threads=2, quantizes=False)
+    floats = pack_tensor(QTensor("f32", c.weights.shape, c.weights.view(np.uint8)))
+    assert np.array_equal(got, Case(floats, c.weights).linear("scalar", x))
+    assert np.array_equal(got[4:5], c.linear(isa, x[4:5], quantizes=False))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from paceline.bench.arrivals import Closed, build_arrivals
 from paceline.bench.http import Origin
@@ -15,18 +14,18 @@ from paceline.bench.objective import Objectives
 from paceline.bench.recorder import Window
 from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
-from paceline.bench.terminal import print_report
+from paceline.bench.terminal import print_offline, print_report, report_console
 from paceline.bench.workloads import build_workload
 from tests.fake_server import FakeServer, Script, steady
 
 GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
 
-def summary(arrivals, limits: Limits, script: Script = GOOD) -> dict[str, Any]:
+def summary(arrivals, limits: Limits, script: Script = GOOD, *, name: str = "a") -> dict[str, Any]:
     plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
                 limits=limits)  # fmt: skip
     with FakeServer(lambda number, body: script) as server:
-        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        target = Target(name=name, origin=Origin.parse(server.url), model="fake")
         return asyncio.run(Session().run(plan, target, arrivals)).summary
 
 
@@ -55,10 +54,51 @@ def test_a_run_that_ends_in_its_warm_up_has_no_duration():
     assert Window(start=10.0, end=4.0).duration_s == 0
 
 
+def printed(**document: Any) -> str:
+    console = report_console(io.StringIO())
+    print_report({"stages": [], "interrupted": False, **document}, console)
+    return console.file.getvalue()
+
+
 def test_a_servers_error_is_text_and_no_markup_in_the_report():
     failing = Script(((0, b'{"error":{"message":"[/red] [bold]no"}}'),), status=500)
     stage = summary(Closed(1), Limits(num_requests=1), failing)
-    console = Console(file=io.StringIO(), width=200)
-    for stages in ([stage], [stage, stage]):
-        print_report({"stages": stages, "interrupted": False}, console)
-    assert console.file.getvalue().count("1 x error: HTTP 500: [/red] [bold]no") == 3
+    shown = printed(stages=[stage]) + printed(stages=[stage, stage])
+    assert shown.count("1 x error: HTTP 500: [/red] [bold]no") == 3
+
+
+@pytest.mark.parametrize("name", ["[red]x[/red]", "[/]", ":smile:", "[link=a]"])
+def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
+    stage = summary(Closed(1), Limits(num_requests=2), name=name)
+    (figures,) = stage["classes"].values()
+    stage["classes"] = {name: figures, "other": figures}
+    stage["server_ms"] = {name: stage["latency_ms"]["ttft"]}
+    stage["client"] |= {"is_bottleneck": True, "reasons": [name]}
+    stage["goodput"] = figures["goodput"] = {
+        **stage["goodput"], "objectives_ms": {"": {"ttft": 9.0}}, "cut": 0, "met": 1, "missed": 0,
+        "attainment": {"value": 1.0, "low": 0.2, "high": 1.0}, "requests_per_s": 1.0,
+    }  # fmt: skip
+    alone = printed(stages=[stage])
+    for line in (f"{name}: 2 requests", f"{name} TTFT", f"server: {name}", f"goodput, {name}:",
+                 f"{name}: the client was the bottleneck: {name}. "):  # fmt: skip
+        assert line in alone
+    search = {"target": name, "at_least": 0.9, "rate": 1.0, "held_not_at": None}
+    row = {"rate": 1.0, "metric": "ttft", "unit": "ms", "first": name, "other": "b",
+           "first_median": 1.0, "other_median": 2.0, "verdict": name,
+           "ratio": {"value": 0.5, "low": 0.4, "high": 0.6}}  # fmt: skip
+    together = printed(
+        stages=[stage, {**stage, "target": "b"}], comparison=[row],
+        searches=[search, {**search, "rate": None}], knees={name: 1.0},
+    )  # fmt: skip
+    for line in (
+        f"\n{name} ",
+        f"{name} is better",
+        f"{name}: at least 90 %",
+        f"{name}: at no rate tried",
+        f"{name} keeps up with 1",
+        "0.50 [0.40, 0.60]",
+    ):
+        assert line in together
+    monkeypatch.setattr("sys.stdout", offline := io.StringIO())
+    print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": []})
+    assert offline.getvalue().startswith(f"{name}, scalar, 1 threads")

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from paceline.bench.http import Origin
 from paceline.bench.target import parse_target
@@ -18,9 +19,10 @@ from paceline.cli.bench_values import (
     read_share,
     server_settings,
 )
-from paceline.cli.trace import base_address
+from paceline.cli.main import app
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
+from paceline.remote import base_address
 
 
 def limits(**changes):
@@ -159,11 +161,20 @@ def test_offline_refuses_what_does_not_fit():
     for text in ("0", "1,x", "10001", "9" * 5000):
         with pytest.raises(ParameterError, match="--batch is "):
             read_counts(text, "--batch", 10_000)
-    assert with_room(EngineConfig(), 64).max_num_seqs == 64
+    assert with_room(EngineConfig(), 64, is_fixed=False).max_num_seqs == 64
     with pytest.raises(ParameterError, match="--max-num-seqs is 4, less than a --batch of 8"):
-        with_room(EngineConfig(max_num_seqs=4), 8)
+        with_room(EngineConfig(max_num_seqs=4), 8, is_fixed=True)
     with pytest.raises(ParameterError, match="--threads is 2000"):
-        with_room(EngineConfig(num_threads=2000), 8)
+        with_room(EngineConfig(num_threads=2000), 8, is_fixed=False)
     check_fits(90, 10, 100)
     with pytest.raises(ParameterError, match="--output 11 do not fit a context of 100"):
         check_fits(90, 11, 100)
+
+
+def test_offline_does_not_raise_a_max_num_seqs_that_was_given_with_its_default_value(tmp_path):
+    arguments = ["bench", "offline", str(tmp_path / "none.gguf"), "--batch", "33"]
+    given = ["--max-num-seqs", str(EngineConfig().max_num_seqs)]
+    refused = CliRunner().invoke(app, arguments + given)
+    assert isinstance(refused.exception, ParameterError)
+    assert "--max-num-seqs is 32, less than a --batch of 33" in str(refused.exception)
+    assert "--max-num-seqs" not in str(CliRunner().invoke(app, arguments).exception)

@@ -52,7 +52,7 @@ def test_a_key_opens_the_door_and_nothing_else_does(keys):
         assert KEY.encode() not in body
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/", "/page/app.js"])
 def test_probes_need_no_key(keys, path):
     assert knock(path, "GET", keys=keys)[0] == 200
 

@@ -142,6 +142,48 @@ def test_waiting_for_kv_memory_is_told_from_waiting_for_a_seat():
     assert seat <= 17  # the step that ran when it came
 
 
+def test_waiting_for_the_same_prefix_of_another_has_its_own_account():
+    engine, clock = make(max_batched_tokens=256, prefix_cache=True)
+    answers = Answers()
+    prompt = tuple(range(40)) * 4
+    engine.submit(make_request("a", prompt, greedy(2)), answers)
+    clock.now_ns += 3 * MS
+    engine.submit(make_request("b", (*prompt, 1), greedy(1)), answers)
+    clock.now_ns += 2 * MS
+    finish(engine)
+    a, b = ledgers(answers)["a"], ledgers(answers)["b"]
+    assert (ms(a, Part.QUEUE_BUDGET), ms(a, Part.QUEUE_PREFIX)) == (5.0, 0.0)
+    assert (ms(b, Part.QUEUE_BUDGET), ms(b, Part.QUEUE_PREFIX)) == (2.0, 161.0)
+    assert ms(b, Part.PREFILL) + ms(b, Part.PREFILL_OTHERS) == 3.0  # one token, beside one of a
+    for ledger in (a, b):
+        assert_closes(ledger)
+
+
+def test_an_abort_while_waiting_for_a_prefix_leaves_the_time_there():
+    engine, clock = make(max_batched_tokens=256, prefix_cache=True)
+    answers = Answers()
+    for name in ("a", "b"):
+        engine.submit(make_request(name, tuple(range(40)) * 4, greedy(1)), answers)
+    engine.step()
+    clock.now_ns += 4 * MS
+    engine.abort("b")
+    finish(engine)
+    b = ledgers(answers)["b"]
+    assert ms(b, Part.QUEUE_PREFIX) == 165.0
+    assert_closes(b)
+
+
+def test_the_look_up_is_booked_once_a_request():
+    engine, _ = make(clock=TickingClock(), prefix_cache=True)
+    answers = Answers()
+    for name in ("a", "b"):
+        engine.submit(make_request(name, (1,) * 40, greedy(4)), answers)
+        finish(engine)
+    for ledger in ledgers(answers).values():
+        assert ledger.ns[Part.CACHE_LOOKUP] == 7  # one tick
+        assert_closes(ledger)
+
+
 def test_recompute_and_the_wait_before_it_are_the_price_of_a_preemption():
     engine, _ = make(num_blocks=4, max_model_len=64, max_batched_tokens=64)
     answers = Answers()
@@ -279,7 +321,7 @@ def test_the_log_of_steps_is_bounded_in_steps_and_in_chunks():
         log.add(StepRecord(number=number, end_ns=number + 1, chunks=()))
     assert [step.number for step in log.since(0)] == list(range(40, 50))
     assert [step.number for step in log.since(48)] == [48, 49]
-    chunk = Chunk("a", 0, 1, 0, Part.DECODE)
+    chunk = Chunk("a", 0, 1, 0, Part.DECODE, True)
     for number in range(50, 54):
         log.add(StepRecord(number=number, end_ns=number + 1, chunks=(chunk,) * 5))
     assert [step.number for step in log.since(0)] == [52, 53]

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from paceline.measure.floors import floor_s, prefill_work
 from paceline.weights.checkpoint import open_checkpoint
 from paceline.weights.tensor import dequantize
 from tests.tiny import random_model, write_gguf
+from tests.unit.test_floors import CEILINGS, COSTS, ceilings
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "peers"
 sys.path.insert(0, str(FOLDER))  # its modules import each other as scripts do
 
-import ceilings  # noqa: E402
 import load  # noqa: E402
 import q8_copy  # noqa: E402
 import run  # noqa: E402
@@ -23,32 +24,12 @@ from arguments import parse_arguments  # noqa: E402
 from cells import CELLS, Cell, Figure, fit, trial  # noqa: E402
 from engines import ENGINES  # noqa: E402
 from figures import Outcome, Sample, advantage, configurations, rows, table  # noqa: E402
-from floors import (  # noqa: E402  # noqa: E402
-    AttentionCost,
-    Ceilings,
-    ModelCosts,
-    Work,
-    decode_work,
-    floor_s,
-    model_costs,
-    prefill_work,
-)
 from processes import EngineError, Server, Worker, first_output_s, free_port  # noqa: E402
 from rounds import cell_floor_s, choose, fit_together  # noqa: E402
 from worker import random_prompt  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 
-CEILINGS = Ceilings(int8_macs_s=1000.0, bf16_macs_s=None, f32_macs_s=100.0, read_bytes_s=50.0)
-COSTS = ModelCosts(
-    token_macs=100,
-    logit_macs=10,
-    attention=(
-        AttentionCost(key_macs=2, key_bytes=3, window=0),
-        AttentionCost(key_macs=2, key_bytes=3, window=4),
-    ),
-    weight_bytes=500,
-)
 SPEED = Figure(name="speed", unit="tok/s", is_rate=True)
 DELAY = Figure(name="delay", unit="s", is_rate=False)
 
@@ -99,57 +80,6 @@ def cell(name: str) -> Cell:
 # ---- floors ----
 
 
-def test_a_prompt_pays_all_layers_for_each_token_and_the_head_once():
-    work = prefill_work(COSTS, 6)
-    # Keys seen by tokens 1 … 6: 21 without a window, 1 + 2 + 3 + 4 + 4 + 4 = 18 with one of 4.
-    assert work == Work(
-        linear_macs=6 * 100 + 10, attention_macs=2 * 21 + 2 * 18, num_bytes=500 + 6 * (3 + 3)
-    )
-
-
-def test_a_decode_step_reads_weights_once_and_each_streams_visible_keys():
-    work = decode_work(COSTS, num_streams=8, context=9)
-    assert work == Work(
-        linear_macs=8 * 110, attention_macs=8 * (2 * 10 + 2 * 4), num_bytes=500 + 8 * (30 + 12)
-    )
-
-
-def test_the_floor_is_the_longer_of_compute_and_memory():
-    compute_bound = Work(linear_macs=1000, attention_macs=50, num_bytes=10)
-    assert floor_s(compute_bound, CEILINGS) == pytest.approx(1.0 + 0.5)
-    memory_bound = Work(linear_macs=1000, attention_macs=50, num_bytes=200)
-    assert floor_s(memory_bound, CEILINGS) == pytest.approx(4.0)
-
-
-def test_attention_is_held_against_bf16_where_the_cpu_has_it():
-    work = Work(linear_macs=0, attention_macs=100, num_bytes=0)
-    with_bf16 = Ceilings(int8_macs_s=1e3, bf16_macs_s=400.0, f32_macs_s=100.0, read_bytes_s=50.0)
-    assert floor_s(work, with_bf16) == pytest.approx(0.25)
-    assert floor_s(work, CEILINGS) == pytest.approx(1.0)
-
-
-def test_a_models_costs_follow_from_its_plan(tmp_path: Path):
-    model = random_model(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, inner=128)
-    checkpoint = open_checkpoint(write_gguf(model, tmp_path / "tiny.gguf"))
-    costs = model_costs(checkpoint)
-    vocab = model.config["vocab_size"]
-    qkv, out, mlp = 64 * (64 + 32 + 32), 64 * 64, 3 * 64 * 128
-    # After the last attention only the rows that need logits go on.
-    assert costs.token_macs == 2 * qkv + out + mlp
-    assert costs.logit_macs == out + mlp + vocab * 64
-    layer = AttentionCost(key_macs=2 * 4 * 16, key_bytes=2 * 2 * 16 * 2, window=0)
-    assert costs.attention == (layer, layer)
-    stored = sum(t.num_bytes for t in checkpoint.tensors.values())
-    assert costs.weight_bytes == stored - vocab * 64 * 4  # the embedding is read by row
-
-
-def test_a_tied_head_is_read_whole(tmp_path: Path):
-    model = random_model(tie_word_embeddings=True)
-    checkpoint = open_checkpoint(write_gguf(model, tmp_path / "tied.gguf"))
-    stored = sum(t.num_bytes for t in checkpoint.tensors.values())
-    assert model_costs(checkpoint).weight_bytes == stored
-
-
 def test_a_kept_stream_is_held_against_the_context_it_has_reached():
     long = cell("decode-1@2000")
     assert long.mean_context(0) == 2000 + 1 + 16
@@ -159,23 +89,6 @@ def test_a_kept_stream_is_held_against_the_context_it_has_reached():
     assert cell_floor_s(COSTS, long, CEILINGS, num_before=4) > first
     expected = floor_s(prefill_work(COSTS, 512), CEILINGS)
     assert cell_floor_s(COSTS, cell("prefill-512"), CEILINGS, num_before=0) == expected
-
-
-def test_the_faster_reading_of_the_bandwidth_is_the_ceiling():
-    text = '{"threads": 2, "gmac_s": 5.0, "f32_gmac_s": 2.0, "bf16_gmac_s": null, "gb_s": 3.0}'
-    found = ceilings.parse_ceilings(text, 1e9)
-    assert found == Ceilings(
-        int8_macs_s=5e9, bf16_macs_s=None, f32_macs_s=2e9, read_bytes_s=3e9
-    )  # fmt: skip
-    assert ceilings.parse_ceilings(text, 4e9).read_bytes_s == 4e9
-
-
-def test_busy_cores_are_the_time_that_was_not_idle():
-    # user nice system idle iowait irq softirq steal
-    before = "cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2\ncpu1 1 2\nintr 5\n"
-    after = "cpu  140 0 60 830 60 0 10 0 0 0\ncpu0 1 2\ncpu1 1 2\nintr 6\n"
-    assert ceilings.busy_cores(before, after) == pytest.approx(2 * 60 / 100)
-    assert ceilings.busy_cores(before, before) == 0.0
 
 
 # ---- rows ----
@@ -221,8 +134,8 @@ def test_a_cell_of_two_figures_gives_two_rows():
 
 
 def test_a_ceiling_that_is_missing_once_is_left_out_of_the_summary():
-    more = Ceilings(int8_macs_s=3e9, bf16_macs_s=1e9, f32_macs_s=2e9, read_bytes_s=5e9)
-    less = Ceilings(int8_macs_s=1e9, bf16_macs_s=None, f32_macs_s=2e9, read_bytes_s=5e9)
+    more = ceilings(int8_macs_s=3e9, bf16_macs_s=1e9, f32_macs_s=2e9, bytes_s=5e9)
+    less = ceilings(int8_macs_s=1e9, bf16_macs_s=None, f32_macs_s=2e9, bytes_s=5e9)
     summary = run.ceilings_summary([more, less])
     assert summary["int8_gmac_s"] == {"median": 2.0, "spread": [1.0, 3.0]}
     assert set(summary) == {"int8_gmac_s", "f32_gmac_s", "read_gb_s"}
@@ -384,7 +297,7 @@ def test_an_engine_that_cannot_load_says_why(scripted: str):
 def test_a_step_engine_is_served_over_http(scripted: str):
     port = free_port()
     script = str(FOLDER / "serve_steps.py")
-    options = '{"num_threads": 1, "context": 64, "num_streams": 2}'
+    options = '{"num_threads": 1, "context": 1024, "num_streams": 2}'
     command = [sys.executable, script, scripted, "m.gguf", str(port), options]
     prompts = [[1, 2, 3]] * 3
     with Server(command, port) as server:
@@ -400,7 +313,7 @@ def test_a_step_engine_is_served_over_http(scripted: str):
 def test_a_load_that_is_too_late_ends_early(scripted: str):
     port = free_port()
     script = str(FOLDER / "serve_steps.py")
-    options = '{"num_threads": 1, "context": 64, "num_streams": 1}'
+    options = '{"num_threads": 1, "context": 128, "num_streams": 1}'
     command = [sys.executable, script, scripted, "m.gguf", str(port), options]
     with Server(command, port) as server:
         client = load.Client(server.port, "m")

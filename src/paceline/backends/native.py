@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ class NativeBackend:
     """Runs plans on the CPU, `num_threads` wide (None: what affinity mask and cgroup quota allow).
 
     `isa` forces one kernel table. `cache_path` is a file that keeps the packed weights of the
-    source that `fingerprint` identifies, so that the next start maps them.
+    source that `fingerprint` identifies, so that the next start maps them. `activations` is what
+    linears over quantised weights read: q8, or f32, exact and slower.
     """
 
     def __init__(
@@ -41,11 +43,13 @@ class NativeBackend:
         isa: str | None = None,
         cache_path: Path | None = None,
         fingerprint: str = "",
+        activations: str = "q8",
     ) -> None:
         self.num_threads, self.num_threads_reason = resolve_num_threads(num_threads)
         self._isa = isa
         self._cache_path = cache_path
         self._fingerprint = fingerprint
+        self._activations = activations
         self._program: Any = None
 
     @property
@@ -58,7 +62,7 @@ class NativeBackend:
     ) -> None:
         self.close()
         formats = {name: weights[name].format for op in plan.ops for name in op.weights}
-        self.plan = lower(plan, formats)
+        self.plan = lower(plan, formats, activations=self._activations)
         readers = [op for op in self.plan.ops if op.name in ("embed", "linear")]
         matrices = [name for op in readers for name in op.weights]
         packed = pack_all(
@@ -104,9 +108,16 @@ class NativeBackend:
         """Time every op from now on; costs about 50 ns an op."""
         self._loaded().set_profiling(on)
 
+    def op_seconds(self) -> list[float]:
+        """Seconds spent in each op of `plan`, in its order, while profiling was on."""
+        return list(self._loaded().op_seconds())
+
     def profile(self) -> dict[str, float]:
-        """Seconds spent in each kind of op while profiling was on."""
-        return dict(self._loaded().profile())
+        """The same, summed over each kind of op."""
+        seconds: dict[str, float] = defaultdict(float)
+        for op, spent in zip(self.plan.ops, self.op_seconds(), strict=True):
+            seconds[op.name] += spent
+        return dict(seconds)
 
     def close(self) -> None:
         """Free the KV cache, the activations and the threads; views of logits keep theirs alive."""

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from paceline.bench.packets import PacketConnection
 from paceline.errors import ParameterError
 
 
@@ -25,7 +26,7 @@ class ConnectionBrokenError(Exception):
 
 
 class Sink(Protocol):
-    """Takes one response. Times are of the monotonic clock, read once a packet."""
+    """Takes one response. Times are of the monotonic clock, one a packet."""
 
     def on_connected(self, now: float) -> None: ...
 
@@ -89,27 +90,47 @@ def request_bytes(
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
 
 
-async def send(origin: Origin, request: bytes, sink: Sink) -> None:
-    """Send one request and feed its response to `sink`. Raises ConnectionBrokenError.
+async def send(origin: Origin, request: bytes, sink: Sink) -> float:
+    """Send one request, feed its response to `sink`, and return when that ended.
 
-    Cancelling closes the connection at once.
+    Raises ConnectionBrokenError. Cancelling closes the connection at once.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
+    done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    exchange = _Exchange(sink, done)
+    if origin.is_tls:
+        return await _send_over_tls(origin, request, exchange)
+    connection = PacketConnection(exchange)
     try:
-        transport, _ = await loop.create_connection(
-            lambda: _Exchange(request, sink, done),
+        try:
+            await connection.connect(origin.address, origin.port)
+        except OSError as error:
+            raise _cannot_connect(error) from None
+        await connection.write(request, done)
+        return await done
+    finally:
+        connection.close()
+
+
+async def _send_over_tls(origin: Origin, request: bytes, exchange: _Exchange) -> float:
+    """As `send`; packets have the time at which they are read."""
+    try:
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: _TlsProtocol(request, exchange),
             origin.address,
             origin.port,
-            ssl=_tls() if origin.is_tls else None,
-            server_hostname=origin.host if origin.is_tls else None,
+            ssl=_tls(),
+            server_hostname=origin.host,
         )
     except OSError as error:
-        raise ConnectionBrokenError(f"cannot connect: {error.strerror or error}") from None
+        raise _cannot_connect(error) from None
     try:
-        await done
+        return await exchange.done
     finally:
         transport.abort()
+
+
+def _cannot_connect(error: OSError) -> ConnectionBrokenError:
+    return ConnectionBrokenError(f"cannot connect: {error.strerror or error}")
 
 
 @cache
@@ -117,52 +138,72 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # reads the system's certificates: once
 
 
-class _Exchange(asyncio.Protocol):
-    """One request and its response, on a connection of their own."""
-
-    def __init__(self, request: bytes, sink: Sink, done: asyncio.Future[None]) -> None:
+class _TlsProtocol(asyncio.Protocol):
+    def __init__(self, request: bytes, exchange: _Exchange) -> None:
         self._request = request
-        self._sink = sink
-        self._done = done
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: dict[str, str] = {}
-        self._now = 0.0
-        self._has_head = False
+        self._exchange = exchange
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.WriteTransport, transport).write(self._request)
-        self._sink.on_connected(time.perf_counter())
+        self._exchange.on_connected(time.perf_counter())
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
+        self._exchange.on_data(data, time.perf_counter())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._exchange.on_end(error, time.perf_counter())
+
+
+class _Exchange:
+    """The response to one request, on a connection of its own (a packets.Reader)."""
+
+    def __init__(self, sink: Sink, done: asyncio.Future[float]) -> None:
+        self.done = done
+        self._sink = sink
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._now = 0.0
+        self._status = 0
+
+    def on_connected(self, now: float) -> None:
+        self._sink.on_connected(now)
+
+    def on_data(self, data: bytes, now: float) -> None:
+        self._now = now
+        if self._parser is None:
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"the response is no HTTP: {error}")
+        if self.done.done():
+            self._parser = None  # it holds this object: a cycle that would keep answers for long
+
+    def on_end(self, error: Exception | None, now: float) -> None:
+        is_framed = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if error is None and self._status and not is_framed:
+            self._now = now
+            self.on_message_complete()  # such a body ends with its connection
+        else:
+            reason = str(error) if error else "closed before the response was complete"
+            self._fail(f"connection lost: {reason}")
+        self._parser = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        self._has_head = True
-        self._sink.on_head(self._parser.get_status_code(), self._headers, self._now)
+        assert self._parser is not None
+        self._status = self._parser.get_status_code()
+        self._sink.on_head(self._status, self._headers, self._now)
 
     def on_body(self, data: bytes) -> None:
         self._sink.on_body(data, self._now)
 
     def on_message_complete(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        is_framed = "content-length" in self._headers or "transfer-encoding" in self._headers
-        if error is None and self._has_head and not is_framed:
-            self.on_message_complete()  # such a body ends with its connection
-        else:
-            reason = str(error) if error else "closed before the response was complete"
-            self._fail(f"connection lost: {reason}")
-        del self._parser  # it holds this object: a cycle that would keep answers alive for long
+        if not self.done.done():
+            self.done.set_result(self._now)
 
     def _fail(self, reason: str) -> None:
-        if not self._done.done():
-            self._done.set_exception(ConnectionBrokenError(reason))
+        if not self.done.done():
+            self.done.set_exception(ConnectionBrokenError(reason))

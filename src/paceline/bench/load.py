@@ -252,8 +252,8 @@ class Load:
         self.num_open += 1
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                await send(self._target.origin, request, exchange.answer)
-            exchange.close(time.perf_counter())
+                ended_at = await send(self._target.origin, request, exchange.answer)
+            exchange.close(ended_at)
         except ConnectionBrokenError as error:
             exchange.close(time.perf_counter(), "broken", str(error))
         except TimeoutError:

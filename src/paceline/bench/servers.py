@@ -67,10 +67,13 @@ def running(names: Sequence[str], settings: Settings) -> Iterator[list[tuple[str
 def _server(name: str, settings: Settings, folder: Path) -> Iterator[tuple[str, str]]:
     port = _free_port()
     command, environment = _command(name, settings, port, folder)
+    # The kernel ends it with the thread that starts it: this one, which waits for the run.
+    tether = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py"))]
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            [*tether, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
     try:

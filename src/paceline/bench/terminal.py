@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from paceline.bench.exchange import OUTCOMES
 from paceline.bench.load import Load
@@ -24,9 +23,13 @@ _FILE_COLUMNS = 200
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
-def report_console() -> Console:
-    """Return the console of a report: a file has no edge at which tables must fold."""
-    console = Console(soft_wrap=True)
+def report_console(file: IO[str] | None = None) -> Console:
+    """Return the console of a report, on stdout by default.
+
+    What it prints is text: names and errors come from servers and users, and are no markup. A
+    file has no edge at which tables must fold.
+    """
+    console = Console(file=file, soft_wrap=True, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = _FILE_COLUMNS
     return console
@@ -82,7 +85,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
         _print_search(search, console)
     for target, knee in document.get("knees", {}).items():
         shown = "none of the rates" if knee is None else f"{knee:g} requests/s"
-        console.print(f"{target} keeps up with {shown}", highlight=False)
+        console.print(f"{target} keeps up with {shown}")
     if document["interrupted"]:
         console.print("interrupted: what was measured until then", style="yellow")
 
@@ -95,28 +98,22 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
             parts.append(f"{requests[name]} {name}")
     console.print(
         f"{stage['target']}: {requests['measured']} requests in {stage['window_s']:.1f} s "
-        f"({', '.join(parts)})",
-        highlight=False,
+        f"({', '.join(parts)})"
     )
     for error in stage["errors"][:5]:
-        console.print(
-            f"  {error['count']} x {error['what']}", style="red", markup=False, highlight=False
-        )
+        console.print(f"  {error['count']} x {error['what']}", style="red")
     console.print(_latency_table(stage))
     rates = stage["throughput"]
     console.print(
         f"{rates['output_tokens_per_s']:.1f} output tok/s, "
         f"{rates['input_tokens_per_s']:.1f} input tok/s, "
-        f"{rates['total_tokens_per_s']:.1f} in all, {rates['requests_per_s']:.3g} requests/s",
-        highlight=False,
+        f"{rates['total_tokens_per_s']:.1f} in all, {rates['requests_per_s']:.3g} requests/s"
     )
     if requests["checked"]:
-        console.print(
-            f"valid answers: {requests['valid']} of {requests['checked']}", highlight=False
-        )
+        console.print(f"valid answers: {requests['valid']} of {requests['checked']}")
     _print_goodput(stage, console)
     for name, value in stage["price"].items():
-        console.print(f"{name.replace('_', ' ')}: {value:.4g}", highlight=False)
+        console.print(f"{name.replace('_', ' ')}: {value:.4g}")
     _print_client(stage, console)
 
 
@@ -162,9 +159,7 @@ def _print_goodput(stage: dict[str, Any], console: Console) -> None:
             f"goodput, {kind}: {figures['requests_per_s']:.3g} requests/s; within the objective "
             f"{figures['met']} of {figures['met'] + figures['missed']} = "
             f"{100 * share['value']:.1f} % "
-            f"[{100 * share['low']:.1f}, {100 * share['high']:.1f}]{cut}",
-            markup=False,
-            highlight=False,
+            f"[{100 * share['low']:.1f}, {100 * share['high']:.1f}]{cut}"
         )
 
 
@@ -182,7 +177,6 @@ def _print_client(stage: dict[str, Any], console: Console) -> None:
             f"{_name(stage)}: the client was the bottleneck: {'; '.join(client['reasons'])}. "
             "Run it on another machine, or ask for less",
             style="bold red",
-            highlight=False,
         )
     if stage["tokens"]["unread_events"]:
         console.print(
@@ -194,7 +188,6 @@ def _print_client(stage: dict[str, Any], console: Console) -> None:
             f"{stage['tokens']['output_from']['events']} answers came without usage: their tokens "
             "are counted as text events (name a --tokenizer to count them)",
             style="yellow",
-            highlight=False,
         )
 
 
@@ -215,8 +208,7 @@ def _print_stages(stages: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
     for stage in stages:
         for error in stage["errors"][:2]:
-            console.print(f"{_name(stage)}: {error['count']} x {error['what']}", style="red",
-                          markup=False, highlight=False)  # fmt: skip
+            console.print(f"{_name(stage)}: {error['count']} x {error['what']}", style="red")
         if stage["client"]["is_bottleneck"]:
             _print_client(stage, console)
 
@@ -270,7 +262,7 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> None:
             f"{row['first_median']:.1f}",
             row["other"],
             f"{row['other_median']:.1f}",
-            Text(shown),
+            shown,
             f"{row['verdict']} is better" if row["verdict"] else "no verdict",
         )
     console.print(table)
@@ -287,7 +279,7 @@ def _print_search(search: dict[str, Any], console: Console) -> None:
             f"{search['target']}: at least {share} within the objective up to "
             f"{search['rate']:.3g} requests/s ({edge})"
         )
-    console.print(text, style="bold", highlight=False)
+    console.print(text, style="bold")
 
 
 @contextmanager
@@ -321,10 +313,7 @@ def print_offline(document: dict[str, Any]) -> None:
             f"{row['output_tokens_per_s']['median']:.1f}",
             f"{row['total_tokens_per_s']['median']:.1f}",
         )
-    console.print(
-        f"{document['model']}, {document['isa']}, {document['num_threads']} threads",
-        highlight=False,
-    )
+    console.print(f"{document['model']}, {document['isa']}, {document['num_threads']} threads")
     console.print(table)
     if document["preemptions"]:
         console.print(

@@ -64,8 +64,10 @@ def measure(loaded: LoadedModel, choice: Choice) -> dict[str, Any]:
 
 def timing_line(choice: Choice, timings: dict[str, Any]) -> str:
     """Return one line: where the time of the answer went."""
+    usage = choice.usage
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     parts = [
-        f"{choice.usage.prompt_tokens} + {choice.usage.completion_tokens} tokens",
+        f"{usage.prompt_tokens}{cached} + {usage.completion_tokens} tokens",
         f"load {timings['load_s'] * 1e3:.0f} ms",
         f"queue {timings['queue_s'] * 1e3:.1f} ms",
         f"TTFT {timings['ttft_s'] * 1e3:.1f} ms",

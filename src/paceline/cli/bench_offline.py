@@ -21,6 +21,7 @@ MAX_THREADS = 1024
 
 @engine_options
 def offline(
+    ctx: typer.Context,
     model: Model,
     *,
     batch: Annotated[
@@ -54,7 +55,7 @@ def offline(
 
     batches = read_counts(batch, "--batch", MAX_BATCH)
     inputs = read_counts(input_tokens, "--input", MAX_LENGTH)
-    loaded = load(model, with_room(config, max(batches)))
+    loaded = load(model, with_room(config, max(batches), is_fixed=is_given(ctx, "max_num_seqs")))
     check_fits(max(inputs), output_tokens, loaded.config.max_model_len)
     cells = list(grid(batches, inputs, output_tokens))
     with offline_status() as say:
@@ -85,10 +86,16 @@ def read_counts(text: str, what: str, high: int) -> Sequence[int]:
     return [parse_integer(part, what, 1, high) for part in text.split(",")]
 
 
-def with_room(config: EngineConfig, batch: int) -> EngineConfig:
-    """Return a config that runs the whole batch at once. Raises where the user's own does not."""
-    default = EngineConfig().max_num_seqs
-    if config.max_num_seqs != default and config.max_num_seqs < batch:
+def is_given(ctx: typer.Context, parameter: str) -> bool:
+    """True where the user wrote the option, be it with its default value."""
+    source = ctx.get_parameter_source(parameter)
+    return source is not None and source.name != "DEFAULT"
+
+
+def with_room(config: EngineConfig, batch: int, *, is_fixed: bool) -> EngineConfig:
+    """Return a config that runs the whole batch at once. Raises where the user's own (`is_fixed`)
+    does not."""
+    if is_fixed and config.max_num_seqs < batch:
         raise ParameterError(
             f"--max-num-seqs is {config.max_num_seqs}, less than a --batch of {batch}: raise it, "
             "or leave it out"

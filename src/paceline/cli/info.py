@@ -130,4 +130,4 @@ def _print(facts: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
-    Console(soft_wrap=True).print(table, markup=False, highlight=False)
+    Console(soft_wrap=True, markup=False, emoji=False, highlight=False).print(table)

@@ -33,6 +33,8 @@ _COMMANDS = {
     "list": "list_models",
     "trace": "trace",
     "bench": "app",
+    "roofline": "roofline",
+    "explain": "explain",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

@@ -59,9 +59,33 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[str, _engine("--kv-dtype", "KV cache format: f16, bf16 or f32.")],
         _DEFAULTS.kv_dtype,
     ),
+    "activations": (
+        Annotated[
+            str,
+            _engine("--activations", "What linears over quantised weights read: q8, or f32, exact "
+                    "and slower."),
+        ],
+        _DEFAULTS.activations,
+    ),
     "block_size": (
         Annotated[int, _engine("--block-size", "Tokens in a KV block, a multiple of 16.")],
         _DEFAULTS.block_size,
+    ),
+    "prefix_cache": (
+        Annotated[
+            bool,
+            _engine("--prefix-cache/--no-prefix-cache", "Begin a prompt after what was computed "
+                    "of it before: same answers, sooner."),
+        ],
+        _DEFAULTS.prefix_cache,
+    ),
+    "kv_tier": (
+        Annotated[
+            str | None,
+            _engine("--kv-tier", "Where blocks of the prefix cache go when the KV cache is full, "
+                    "and stay after the end: disk:path=DIR,size=4G."),
+        ],
+        None,
     ),
     "max_model_len": (
         Annotated[

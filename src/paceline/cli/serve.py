@@ -93,13 +93,22 @@ def serve(
             "OTEL_EXPORTER_OTLP_* variables say.",
         ),
     ] = False,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page/--no-page",
+            help="Serve a page at / for the browser: a chat whose tokens show their latency, "
+            "and live figures.",
+        ),
+    ] = True,
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
-    /health says what the engine is doing, /metrics tells Prometheus, and
-    /v1/requests/ID/timeline where the time of an answer went.
+    A browser finds a page at /: a chat, and where its time goes. /health says what the engine
+    is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an
+    answer went.
 
     Ctrl-C or SIGTERM stops it: /ready says no, new calls get a 503, and calls in flight have
     --grace seconds to end. A second one ends them at once.
@@ -140,9 +149,12 @@ def serve(
             "%s can be reached from other machines and answers everybody: give --api-keys FILE",
             shown_host,
         )
+    if page:
+        logging.getLogger(__name__).info("its page: http://%s:%d/", shown_host, shown_port)
     try:
         observers = [observer for observer in (log, spans) if observer is not None]
-        serve_app(loaded, listener, grace_s=grace, observers=observers, keys=keys, limits=limits)
+        serve_app(loaded, listener, grace_s=grace, observers=observers, keys=keys,
+                  limits=limits, page=page)  # fmt: skip
     finally:
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
-
-from paceline.errors import PacelineError, ParameterError
-
-_TIMEOUT_S = 30.0
 
 
 def trace(
@@ -38,6 +30,8 @@ def trace(
 
     - `paceline trace http://10.0.0.5:8000 --last 10 -o slow.json`
     """
+    from paceline.remote import base_address, fetch
+
     body = fetch(f"{base_address(url)}/v1/trace?last_s={last}")
     if str(output) == "-":
         sys.stdout.buffer.write(body)
@@ -46,29 +40,3 @@ def trace(
     events = json.loads(body)["traceEvents"]
     num_steps = sum(event["name"].startswith("step ") for event in events)
     print(f"{output}: {num_steps} steps; open it in https://ui.perfetto.dev", file=sys.stderr)
-
-
-def base_address(url: str) -> str:
-    """Return "http://host:port" of an address as `paceline bench --target` takes it."""
-    text = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(text)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_address = is_address and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise ParameterError(f"{url!r} is no address: give one such as http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
-
-
-def fetch(address: str) -> bytes:
-    """Return the body at `address`. Raises PacelineError saying why it cannot be had."""
-    try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
-            return bytes(response.read())
-    except urllib.error.HTTPError as error:
-        raise PacelineError(f"{address} answers {error.code}: {error.read(500)!r}") from None
-    except (OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise PacelineError(f"{address} does not answer: {reason}; is the server up?") from None

@@ -48,6 +48,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     template: ChatTemplate | None
     engine: Engine
     grammars: Grammars
+    backend: Backend
     recorder: StepRecorder | None  # None: no ledger is kept
     config: EngineConfig
     isa: str
@@ -165,6 +166,7 @@ def load_model(
     from paceline.structured.grammars import Grammars
 
     recorder = _new_recorder(checkpoint, config) if config.ledger else None
+    isa = str(getattr(backend, "isa", config.backend))
     engine = Engine(
         backend=backend,
         tokenizer=tokenizer,
@@ -174,6 +176,7 @@ def load_model(
         vocab_size=checkpoint.config.vocab_size,
         eos_ids=checkpoint.generation.eos_ids,
         recorder=recorder,
+        identity=_kv_identity(checkpoint.path, config, isa),
     )
     loaded = LoadedModel(
         name=display_name(model),
@@ -187,9 +190,10 @@ def load_model(
             vocab_size=checkpoint.config.vocab_size,
             eos_ids=checkpoint.generation.eos_ids,
         ),
+        backend=backend,
         recorder=recorder,
         config=resolved,
-        isa=str(getattr(backend, "isa", config.backend)),
+        isa=isa,
         threads_reason=str(getattr(backend, "num_threads_reason", "it has one")),
         weight_bytes=weight_bytes,
         kv=kv,
@@ -204,6 +208,19 @@ def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
     from paceline.measure.work import step_work
 
     return StepRecorder(step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype))
+
+
+def _kv_identity(path: Path, config: EngineConfig, isa: str) -> str:
+    """Return what the bits of a KV block depend on, besides its tokens."""
+    from paceline import _native
+    from paceline.weights.repack import source_fingerprint
+
+    files = [*source_files(path), Path(_native.__file__)]
+    if path.is_dir():
+        files.append(path / "config.json")
+    source = source_fingerprint(files)
+    formats = f"{config.kv_dtype} {config.block_size} {config.activations}"
+    return f"{source} {formats} {config.backend} {isa}"
 
 
 def display_name(model: str) -> str:
@@ -272,7 +289,10 @@ def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[B
             cache_path = packed_cache_path(path)
             fingerprint = source_fingerprint(source_files(path))
         native = NativeBackend(
-            num_threads=config.num_threads, cache_path=cache_path, fingerprint=fingerprint
+            num_threads=config.num_threads,
+            cache_path=cache_path,
+            fingerprint=fingerprint,
+            activations=config.activations,
         )
         return native, native.num_threads
     if config.backend == "reference":

@@ -68,6 +68,8 @@ def check_books(
     """Raise EngineIntegrityError unless blocks, states and queues agree; `known` are unfinished."""
     running, waiting = scheduler.running, scheduler.waiting
     pool.check_integrity(seq.block_table for seq in running)
+    if scheduler.cache is not None:
+        scheduler.cache.check_integrity(running)
     for seq in running:
         if seq.state is not State.RUNNING or len(seq.block_table) * block_size < seq.num_computed:
             raise EngineIntegrityError(f"running sequence {seq.number} lacks state or blocks")

@@ -15,6 +15,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_grammar, check_ids, check_length
 from paceline.engine.choices import ChoiceMaker, Tokenizer
 from paceline.engine.masks import Masks
+from paceline.engine.prefix_cache import open_cache
 from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
@@ -57,6 +58,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         recorder: Recorder | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        identity: str = "",
     ) -> None:
         self.last_step = StepStats()
         self.max_model_len = max_model_len
@@ -69,12 +71,14 @@ class Engine:
         self._num_model_ids = vocab_size
         known_eos_ids = frozenset(i for i in eos_ids if 0 <= i < self._vocab_size)
         self._pool = BlockPool(num_blocks)
+        self._cache = open_cache(config, self._pool, backend, identity=identity, clock=clock)
         self._scheduler = Scheduler(
             policy=load_policy(config.policy),
             pool=self._pool,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_tokens=config.max_batched_tokens,
+            cache=self._cache,
         )
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
@@ -152,6 +156,17 @@ class Engine:
             self._inbox.append(request_id)
             self._wakeup.notify()
 
+    def running(self, request_id: str) -> list[Sequence]:
+        """Return the choices of a request that have not ended, to be read and not touched.
+
+        The engine goes on with them meanwhile; one that ends in this moment may be missing.
+        """
+        with self._wakeup:
+            queued = [item for item in self._inbox if not isinstance(item, str)]
+        live = next((item for item in queued if item.request.id == request_id), None)
+        live = live or self._live.get(request_id)
+        return [] if live is None else list(live.sequences)
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._scheduler.running),
@@ -163,6 +178,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
+            **({} if self._cache is None else self._cache.figures()),
         )
 
     def start(self) -> None:
@@ -187,6 +203,8 @@ class Engine:
                 log.warning("the engine's step did not end within %.1f s", timeout_s)
                 return
         self._masks.close()
+        if self._cache is not None:
+            self._cache.close()
         self._backend.close()
 
     def step(self) -> bool:
@@ -244,6 +262,8 @@ class Engine:
         scheduled_ns = clock()
         if schedule.copy_src:
             self._backend.copy_blocks(schedule.copy_src, schedule.copy_dst)
+        for blocks, data in schedule.writes:
+            self._backend.write_blocks(blocks, data)
         step, seqs = self._builder.build(schedule.chunks)
         self._masks.begin(seqs)
         built_ns = clock()
@@ -273,7 +293,7 @@ class Engine:
         end_ns = clock()
         recorder.committed(end_ns)
         self._num_steps += 1
-        self._scheduler.policy.observe(schedule.num_tokens, (forward_ns - built_ns) / 1e9)
+        self._scheduler.observe(schedule.num_tokens, (forward_ns - built_ns) / 1e9)
         self.last_step = StepStats(
             num_tokens=schedule.num_tokens,
             num_seqs=len(schedule.chunks),

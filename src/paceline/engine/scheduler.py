@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct, field
 
 from paceline.engine.block_pool import BlockPool
+from paceline.engine.prefix_cache import Match, PrefixCache
 from paceline.engine.sequence import Sequence, State
 from paceline.policies.base import Budget, Policy
 
+if TYPE_CHECKING:
+    from paceline.engine.kv_tier import U8
+
+_NOTHING = Match([], 0)
+
 
 class Schedule(Struct):
-    """One step: `chunks` of (sequence, tokens to compute), and blocks to copy before it."""
+    """One step: `chunks` of (sequence, tokens to compute), and what is done before it.
+
+    First blocks are copied, in order, then `writes` of (blocks, their content) are made.
+    """
 
     start_ns: int
     is_short_of_kv: bool = False  # the first that waits was not admitted for want of blocks
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     copy_src: list[int] = field(default_factory=list)
     copy_dst: list[int] = field(default_factory=list)
+    writes: list[tuple[list[int], U8]] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
 
@@ -31,6 +43,8 @@ class Scheduler:
       preempted, so every schedule makes progress.
     - Sequences that need one token get it first; what is left of the budget goes to those that
       catch up.
+    - With a prefix cache a sequence begins after what is known of its tokens, and may wait for a
+      sequence ahead that computes the same prefix; it does not hold up those behind it then.
     """
 
     def __init__(
@@ -41,9 +55,11 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_tokens: int,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.policy = policy
         self.pool = pool
+        self.cache = cache
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -55,6 +71,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def observe(self, num_tokens: int, forward_s: float) -> None:
+        """Let those who plan by the cost of a step learn what one cost."""
+        self.policy.observe(num_tokens, forward_s)
+        if self.cache is not None:
+            self.cache.observe(num_tokens, forward_s)
+
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
@@ -65,12 +87,15 @@ class Scheduler:
         waits and computes the prompt itself.
         """
         child.scheduled_ns = parent.scheduled_ns  # the prompt's steps were the child's, too
+        child.num_cached = parent.num_cached
         if len(self.running) >= self._max_num_seqs:
             self.waiting.append(child)
             return
         self.pool.share(parent.block_table)
         child.block_table.extend(parent.block_table)
         child.num_computed = parent.num_computed
+        if self.cache is not None:
+            self.cache.forked(parent, child)
         child.state = State.RUNNING
         self.running.append(child)
 
@@ -88,6 +113,8 @@ class Scheduler:
     def schedule(self, now_ns: int) -> Schedule:
         """Return the next step; it is empty only if there is no work."""
         schedule = Schedule(now_ns)
+        if self.cache is not None:
+            self.cache.begin_step(self.running)
         order = self.policy.order(self.waiting, self.running, now_ns)
         self._place(order, schedule)
         self._give_tokens(order, schedule)
@@ -107,9 +134,15 @@ class Scheduler:
                     continue
             elif is_closed or num_wanted >= self._max_tokens:
                 continue
-            elif not self._admit(seq, order, position, schedule):
-                is_closed = True  # nobody overtakes it, or it might wait for ever
-                continue
+            else:
+                match = _NOTHING if self.cache is None else self.cache.match(seq, schedule.start_ns)
+                if match.is_coming:
+                    continue
+                if not self._admit(seq, match, order, position, schedule):
+                    is_closed = True  # nobody overtakes it, or it might wait for ever
+                    continue
+            if self.cache is not None:
+                self.cache.placed(seq)
             # Blocks just taken back are not handed out again before the next step.
             is_closed = is_closed or self.num_preemptions > num_preemptions
             num_wanted += len(seq.token_ids) - seq.num_computed
@@ -127,7 +160,7 @@ class Scheduler:
         num_missing = self._num_blocks(seq) - len(table)
         if not (is_shared or num_missing):
             return True
-        while pool.num_free < num_missing + is_shared:
+        while pool.num_available < num_missing + is_shared:
             victim = self._last_running(order, position)
             self._preempt(victim)
             if victim is seq:
@@ -144,23 +177,44 @@ class Scheduler:
         return True
 
     def _admit(
-        self, seq: Sequence, order: list[Sequence], position: int, schedule: Schedule
+        self,
+        seq: Sequence,
+        match: Match,
+        order: list[Sequence],
+        position: int,
+        schedule: Schedule,
     ) -> bool:
         """Seat a waiting sequence if seats and blocks allow, at the cost of those behind it."""
-        num_blocks = self._num_blocks(seq)
+        pool = self.pool
+        pool.share(match.blocks)  # first, so that nobody's leaving counts as making them available
+        num_blocks = self._num_blocks(seq) - len(match.blocks)
         behind = [other for other in order[position + 1 :] if other.state is State.RUNNING]
-        num_blocks_behind = sum(self.pool.num_exclusive(other.block_table) for other in behind)
-        if self.pool.num_free + num_blocks_behind < num_blocks:
-            schedule.is_short_of_kv = True
+        num_blocks_behind = sum(pool.num_exclusive(other.block_table) for other in behind)
+        is_short = pool.num_available + num_blocks_behind < num_blocks
+        if is_short or len(self.running) - len(behind) >= self._max_num_seqs:
+            pool.release(match.blocks)
+            schedule.is_short_of_kv = schedule.is_short_of_kv or is_short
             return False
-        if len(self.running) - len(behind) >= self._max_num_seqs:
-            return False
-        while len(self.running) >= self._max_num_seqs or self.pool.num_free < num_blocks:
+        while len(self.running) >= self._max_num_seqs or pool.num_available < num_blocks:
             self._preempt(behind.pop())
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.state = State.RUNNING
-        seq.block_table.extend(self.pool.allocate(num_blocks))
+        seq.block_table.extend(match.blocks)
+        seq.block_table.extend(pool.allocate(num_blocks))
+        begin = len(match.blocks)
+        if match.num_stored and self.cache is not None:
+            match, data = self.cache.restore(seq, match)
+            schedule.writes.append((seq.block_table[begin : begin + len(data)], data))
+            begin += len(data)
+        if match.source is not None:
+            # Copies run in order and before anything is written: even a source that has just been
+            # given up for new blocks is still what it was.
+            schedule.copy_src.append(match.source)
+            schedule.copy_dst.append(seq.block_table[begin])
+        seq.num_computed = match.num_tokens
+        if self.cache is not None:
+            self.cache.admitted(seq, match)
         return True
 
     def _give_tokens(self, order: list[Sequence], schedule: Schedule) -> None:
@@ -206,6 +260,8 @@ class Scheduler:
         self.waiting.append(seq)
 
     def _release_blocks(self, seq: Sequence) -> None:
+        if self.cache is not None:
+            self.cache.leaving(seq)
         self.pool.release(seq.block_table)
         seq.block_table.clear()
         seq.table_epoch += 1

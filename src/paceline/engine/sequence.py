@@ -13,6 +13,7 @@ from paceline.types import FinishReason, Request, Timings, Usage
 
 if TYPE_CHECKING:
     from paceline.engine.masks import GrammarState
+    from paceline.engine.prefix_cache import Chain
     from paceline.measure.ledger import Ledger
 
 
@@ -66,6 +67,8 @@ class Sequence(Struct, eq=False, kw_only=True):
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     table_epoch: int = 0  # changes when an entry of block_table changes; appending leaves it
+    chain: Chain | None = None  # the prefix cache's notes
+    num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -127,7 +130,11 @@ class Sequence(Struct, eq=False, kw_only=True):
         return text
 
     def usage(self) -> Usage:
-        return Usage(prompt_tokens=self.num_prompt, completion_tokens=self.num_output)
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_output,
+            cached_tokens=self.num_cached or 0,
+        )
 
     def timings(self, now_ns: int) -> Timings:
         """Return the times of a choice that ends now; what never happened counts as now."""

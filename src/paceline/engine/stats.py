@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """State of the engine between two steps; the last three only ever grow."""
+    """State of the engine between two steps; from `num_preemptions` on all only ever grow."""
 
     num_running: int
     num_waiting: int
@@ -17,6 +17,10 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_steps: int
     num_generated_tokens: int
+    num_prefix_queried: int = 0  # prompt tokens looked up in the prefix cache
+    num_prefix_hit: int = 0  # and found there
+    num_blocks_stored: int = 0  # handed to the KV tier
+    num_blocks_restored: int = 0  # and read from it
 
 
 class StepStats(Struct, frozen=True, kw_only=True):

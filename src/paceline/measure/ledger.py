@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 
 class Part(enum.IntEnum):
@@ -21,6 +22,8 @@ class Part(enum.IntEnum):
     TOKENISE = enum.auto()
     QUEUE_BUDGET = enum.auto()
     QUEUE_KV = enum.auto()
+    QUEUE_PREFIX = enum.auto()
+    CACHE_LOOKUP = enum.auto()
     ENGINE = enum.auto()
     PREFILL = enum.auto()
     PREFILL_OTHERS = enum.auto()
@@ -41,6 +44,7 @@ class Part(enum.IntEnum):
 
 NUM_PARTS = len(Part)
 RESIDUAL = "residual"
+UNBOOKED = "unbooked"  # of a call that still runs: since the last booking
 MAX_BLAMED = 64  # requests that a ledger blames by name; the rest share the key ""
 
 
@@ -57,7 +61,10 @@ class Ledger(Struct, eq=False, kw_only=True):
     blame: dict[str, int] = field(default_factory=dict)  # request -> ns lost to its prefill
     preempted_ns: int = 0  # waiting after a preemption, and computing again what was lost
     num_seen: int = 0  # tokens that were in the KV cache at some time
+    num_repeated: int = 0  # tokens with which an earlier prompt began, too
     num_preemptions: int = 0
+    prefix_wait_ns: int = 0  # of the waits for a common prefix, what is booked
+    lookup_ns: int = 0  # of the look-ups in the prefix cache, what is booked
     num_steps: int = 0
     last_step: int | None = None
     first_text: tuple[int, ...] | None = None  # `ns` when the first visible text was made
@@ -85,17 +92,23 @@ class Ledger(Struct, eq=False, kw_only=True):
             blame=dict(self.blame),
             preempted_ns=self.preempted_ns,
             num_seen=self.num_seen,
+            num_repeated=self.num_repeated,
             last_step=self.last_step,
         )
 
+    def so_far(self, now_ns: int) -> Ledger:
+        """Return a copy of what is booked by now, for a thread that may not wait for the step."""
+        ns, blame = list(self.ns), dict(self.blame)
+        return replace(self, ns=ns, blame=blame, end_ns=self.end_ns or now_ns)
 
-def parts_ms(ns: Sequence[int], wall_ns: int) -> dict[str, float]:
-    """Return {part: milliseconds} of the parts that are not zero, the residual last.
+
+def parts_ms(ns: Sequence[int], wall_ns: int, rest: str = RESIDUAL) -> dict[str, float]:
+    """Return {part: milliseconds} of the parts that are not zero, and what is left as `rest`.
 
     The values sum to `wall_ns`: the residual is what no part claims.
     """
     parts = {part.label: ns[part] / 1e6 for part in Part if ns[part]}
-    parts[RESIDUAL] = (wall_ns - sum(ns)) / 1e6
+    parts[rest] = (wall_ns - sum(ns)) / 1e6
     return parts
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from paceline.measure.ledger import Ledger, Part
+from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
 
@@ -27,6 +28,7 @@ class StepRecorder:
         self.log = StepLog()
         self.counters = StepCounters(work)
         self._cost = StepCost()
+        self._repeats = PromptRepeats()
         self._record = StepRecord()
         self._ledgers: list[Ledger] = []  # of the step in progress
         self._is_in_step = False
@@ -54,7 +56,13 @@ class StepRecorder:
         for seq, n in schedule.chunks:
             ledger = seq.ledger
             assert ledger is not None
+            if not ledger.num_steps:
+                ledger.num_repeated = self._repeats.see(seq.request.prompt_token_ids)
             self._book_wait(ledger, seq, start_ns)
+            if seq.chain is not None and seq.chain.lookup_ns > ledger.lookup_ns:
+                spent_ns = seq.chain.lookup_ns - ledger.lookup_ns
+                ledger.lookup_ns += spent_ns
+                ledger.spend(Part.CACHE_LOOKUP, min(start_ns + spent_ns, built_ns))
             ledger.spend(Part.ENGINE, built_ns)
             chunks.append(_chunk(seq, ledger, n))
         self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
@@ -68,13 +76,13 @@ class StepRecorder:
             ledger.spend(Part.GIL_WAIT, forward_ns)
             ledger.last_step = number
             ledger.num_steps += 1
-        self.counters.count_work(schedule.chunks)
+        num_keys, kv_bytes = self.counters.count_work(schedule.chunks)
         self._ledgers = [seq.ledger for seq, _ in schedule.chunks if seq.ledger is not None]
         self._is_in_step = True
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            chunks=tuple(chunks),
+            num_keys=num_keys, kv_bytes=kv_bytes, chunks=tuple(chunks),
         )  # fmt: skip
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -133,11 +141,16 @@ class StepRecorder:
         begin_ns = ledger.mark_ns
         if seq.num_preemptions > ledger.num_preemptions:
             ledger.num_preemptions = seq.num_preemptions
+            ledger.prefix_wait_ns += _new_prefix_wait(ledger, seq, now_ns)
             ledger.spend(Part.QUEUE_KV, now_ns)
             ledger.preempted_ns += now_ns - begin_ns
         elif ledger.last_step == self._record.number:
             ledger.spend(Part.ENGINE, now_ns)
         else:
+            waited_ns = _new_prefix_wait(ledger, seq, now_ns)
+            ledger.prefix_wait_ns += waited_ns
+            begin_ns = min(begin_ns + waited_ns, now_ns)
+            ledger.spend(Part.QUEUE_PREFIX, begin_ns)
             short_ns = min(max(self._short_until(now_ns) - ledger.short_ns, 0), now_ns - begin_ns)
             ledger.spend(Part.QUEUE_KV, begin_ns + short_ns)
             ledger.spend(Part.QUEUE_BUDGET, now_ns)
@@ -170,8 +183,14 @@ class StepRecorder:
                         ledger.accuse(other.request_id, lost * other.num_tokens // (total - n))
 
 
+def _new_prefix_wait(ledger: Ledger, seq: Sequence, now_ns: int) -> int:
+    """Return how long `seq` has waited for others' prefixes beyond what is booked."""
+    return 0 if seq.chain is None else seq.chain.waited_until(now_ns) - ledger.prefix_wait_ns
+
+
 def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
     begin = seq.num_computed
     num_again = min(max(ledger.num_seen - begin, 0), n)
     new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
-    return Chunk(seq.request.id, seq.index, n, num_again, new_kind)
+    is_last = begin + n >= len(seq.token_ids)
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind, is_last)

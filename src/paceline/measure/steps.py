@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
@@ -20,13 +21,17 @@ MAX_CHUNKS = 65_536  # over all steps that are kept: about 10 MB
 
 
 class Chunk(NamedTuple):
-    """The tokens of one sequence in one step; the first `num_again` had been computed before."""
+    """The tokens of one sequence in one step; the first `num_again` had been computed before.
+
+    `is_last`: none of the sequence's known tokens is left after it, so it gives a new one.
+    """
 
     request_id: str
     choice: int
     num_tokens: int
     num_again: int
     new_kind: Part  # of the other tokens: PREFILL or DECODE
+    is_last: bool
 
     @property
     def kind(self) -> Part:
@@ -48,7 +53,17 @@ class StepRecord(Struct, kw_only=True):
     end_ns: int = 0
     num_tokens: int = 0
     num_sampled: int = 0
+    num_keys: int = 0  # attended, over all layers
+    kv_bytes: int = 0  # read
     chunks: tuple[Chunk, ...] = ()
+
+    def tokens_by_kind(self) -> dict[Part, int]:
+        """Return how many tokens the step computed, by PREFILL, RECOMPUTE and DECODE."""
+        tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
+        for _, _, num_tokens, num_again, new_kind, _ in self.chunks:
+            tokens[Part.RECOMPUTE] += num_again
+            tokens[new_kind] += num_tokens - num_again
+        return tokens
 
     @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
@@ -82,8 +97,10 @@ class StepLog:
 
     def since(self, start_ns: int) -> list[StepRecord]:
         """Return the kept steps that ended after `start_ns`, oldest first."""
-        steps = self._steps.copy()
-        return [record for record in steps if record.end_ns > start_ns]
+        ended_after = takewhile(
+            lambda record: record.end_ns > start_ns, reversed(self._steps.copy())
+        )
+        return list(ended_after)[::-1]
 
 
 class StepCounters:
@@ -119,12 +136,19 @@ class StepCounters:
     def weight_bytes(self) -> int:
         return 0 if self.work is None else self.work.weight_bytes * self.num_steps
 
-    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> None:
-        """Count keys and KV bytes. Precondition: `num_computed` does not count the step yet."""
+    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """Count a step's keys and KV bytes, and return them.
+
+        Precondition: `num_computed` does not count the step yet.
+        """
+        num_keys = kv_bytes = 0
         if self.work is not None:
             for seq, n in scheduled:
-                self.num_keys += self.work.num_keys(seq.num_computed, n)
-                self.kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+                num_keys += self.work.num_keys(seq.num_computed, n)
+                kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+        self.num_keys += num_keys
+        self.kv_bytes += kv_bytes
+        return num_keys, kv_bytes
 
     def count_step(self, record: StepRecord) -> None:
         self.duration_s.observe((record.end_ns - record.start_ns) / 1e9)
@@ -134,6 +158,5 @@ class StepCounters:
         for name, begin_ns, end_ns in record.phases:
             spent[name] += end_ns - begin_ns
         tokens = self.tokens
-        for _, _, num_tokens, num_again, new_kind in record.chunks:
-            tokens[Part.RECOMPUTE] += num_again
-            tokens[new_kind] += num_tokens - num_again
+        for kind, count in record.tokens_by_kind().items():
+            tokens[kind] += count

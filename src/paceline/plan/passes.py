@@ -22,14 +22,17 @@ Q8_GROUP = 32
 ROW_WISE = frozenset({"linear", "rms_norm", "gated_act", "add", "scale", "softcap"})
 
 
-def lower(plan: Plan, formats: Mapping[str, str]) -> Plan:
-    """Return the program for weights of these formats (tensor name -> format)."""
+def lower(plan: Plan, formats: Mapping[str, str], *, activations: str = "q8") -> Plan:
+    """Return the program for weights of these formats (tensor name -> format).
+
+    `activations` is what linears over quantised weights read: q8, or f32 as all else.
+    """
     plan = fold_embed_scale(plan)
     plan = merge_linears(plan, formats)
     plan = split_attention(plan)
     plan = fold_residual(plan)
     plan = select_early(plan)
-    return insert_quantize(plan, formats)
+    return insert_quantize(plan, formats) if activations == "q8" else plan
 
 
 def is_quantized(op: Op, formats: Mapping[str, str]) -> bool:

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from paceline.measure.ledger import NUM_PARTS, Ledger, Part, parts_ms, top_blame
+from paceline.measure.ledger import (
+    NUM_PARTS,
+    RESIDUAL,
+    UNBOOKED,
+    Ledger,
+    Part,
+    parts_ms,
+    top_blame,
+)
 from paceline.types import Delta, FinishReason, SamplingParams, Timings, Usage
 
 Outcome = Literal["ok", "refused", "aborted", "failed"]
@@ -21,9 +29,12 @@ _MAX_BLAMED = 8  # requests that a report blames by name
 
 
 class Ended(Struct, frozen=True):
-    """How one choice ended. `received_ns` is when the event loop learnt of it."""
+    """How one choice ended. `received_ns` is when the event loop learnt of it.
 
-    finish_reason: FinishReason
+    One that still runs has no finish reason, and ends whenever somebody looks.
+    """
+
+    finish_reason: FinishReason | None
     usage: Usage
     timings: Timings
     ledger: Ledger | None
@@ -140,6 +151,12 @@ class Call(Struct, eq=False, kw_only=True):
         return "refused" if self.status >= 400 else "ok"
 
     @property
+    def is_computed(self) -> bool:
+        """Every choice has ended; the reply may still be on its way."""
+        has_all = 0 < self.num_choices == len(self.choices)
+        return has_all and all(ended.finish_reason for ended in self.choices.values())
+
+    @property
     def last(self) -> Ended | None:
         """The choice that ended last, which the call's time follows."""
         return max(self.choices.values(), key=lambda ended: ended.end_ns, default=None)
@@ -162,13 +179,15 @@ class Call(Struct, eq=False, kw_only=True):
         end_ns = self.end_ns or now_ns
         last = self.last
         if last is None:
-            ns[Part.SEND] += max(end_ns - self.mark_ns, 0) if not self.num_choices else 0
+            if not self.num_choices and (self.end_ns or self.status):
+                ns[Part.SEND] += max(end_ns - self.mark_ns, 0)
             return ns
         if last.ledger is not None:
             for part, spent in enumerate(last.ledger.ns):
                 ns[part] += spent
             ns[Part.HANDOFF] += last.received_ns - last.ledger.end_ns
-        ns[Part.SEND] += end_ns - last.received_ns
+        if last.finish_reason is not None:
+            ns[Part.SEND] += end_ns - last.received_ns
         return ns
 
     @property
@@ -218,17 +237,19 @@ class Call(Struct, eq=False, kw_only=True):
         """Return what `usage.paceline`, the timeline and the access log say about the time."""
         wall_ns = self.wall_ns(now_ns)
         ttft_ns, ttft_parts, last = self.ttft_ns, self.ttft_parts(), self.last
+        rest = RESIDUAL if self.end_ns or self.is_computed else UNBOOKED
         figures: dict[str, Any] = {
             "wall_ms": wall_ns / 1e6,
             "ttft_ms": None if ttft_ns is None else ttft_ns / 1e6,
             "tpot_ms": _tpot_ms(last),
-            "parts_ms": parts_ms(self.parts(now_ns), wall_ns),
+            "parts_ms": parts_ms(self.parts(now_ns), wall_ns, rest),
             "ttft_parts_ms": (
                 None if ttft_parts is None or ttft_ns is None else parts_ms(ttft_parts, ttft_ns)
             ),
         }
         if last is not None and last.ledger is not None:
             figures["blame"] = blame_report(last.ledger)
+            figures["repeated_tokens"] = last.ledger.num_repeated
         return figures
 
 

@@ -15,8 +15,9 @@ from paceline.errors import ParameterError
 from paceline.server.body import request_id
 from paceline.server.errors import ApiError, error_response
 
-# Without a key: what probes and load balancers ask, and the page, which shows nothing by itself.
+# Without a key: what probes and load balancers ask, and the page, which is files alone.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+_OPEN_FOLDER = "/page/"
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MIN_KEY_CHARS = 16
 
@@ -97,7 +98,9 @@ class Door:
             self._life.num_calls -= is_call
 
     def _refusal(self, scope: Scope, *, is_call: bool) -> ApiError | None:
-        if self._keys is not None and scope["path"] not in OPEN_PATHS:
+        path: str = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        if self._keys is not None and not is_open:
             kind, _, key = HttpRequest(scope).headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not self._keys.know(key.strip()):
                 return ApiError(

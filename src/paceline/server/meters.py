@@ -54,6 +54,7 @@ class CallMeters:
         self.tokens["prompt", outcome] += call.prompt_tokens
         self.tokens["completion", outcome] += call.completion_tokens
         for ended in call.choices.values():
+            assert ended.finish_reason is not None
             self.reasons[ended.finish_reason,] += 1
         self._observe_blame(call)
         if outcome == "ok":

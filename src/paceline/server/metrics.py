@@ -40,6 +40,7 @@ class Metrics:
         model: str,
     ) -> None:
         self.read_bandwidth = 0.0  # of the machine, bytes a second; 0: not measured
+        self.int8_macs_s = 0.0  # likewise; 0: `paceline roofline` has not run here
         self._engine, self._recorder, self._calls = engine, recorder, calls
         self._names, self._values = ["model_name", "engine"], [model, "0"]
         self._registry = CollectorRegistry(auto_describe=False)
@@ -71,6 +72,10 @@ class Metrics:
         for name, help_text, total in (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:generation_tokens", "Tokens chosen.", stats.num_generated_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit),
+            ("paceline:kv_tier_blocks_stored", "KV blocks stored.", stats.num_blocks_stored),
+            ("paceline:kv_tier_blocks_restored", "And restored.", stats.num_blocks_restored),
         ):
             yield self._counter(name, help_text, {(): total})
 
@@ -138,6 +143,12 @@ class Metrics:
                 "paceline:machine_read_bytes_per_second",
                 "Read bandwidth of this machine.",
                 self.read_bandwidth,
+            )
+        if self.int8_macs_s:
+            yield self._gauge(
+                "paceline:machine_int8_macs_per_second",
+                "Int8 multiply-adds a second that this machine reaches at best.",
+                self.int8_macs_s,
             )
         if counters.work is not None:
             read: Labelled[float] = {

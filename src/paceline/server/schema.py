@@ -115,6 +115,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=86_400_000)] | None = None
     timings: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,8 @@ import uvicorn
 from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
 from paceline.server.admission import Limits
-from paceline.server.app import STOP_TIMEOUT_S, create_app
+from paceline.server.answers import STOP_TIMEOUT_S
+from paceline.server.app import create_app
 from paceline.server.door import Keys, Life
 from paceline.server.reports import Observer
 from paceline.server.timekeeping import TimedProtocol
@@ -27,11 +28,12 @@ def serve(
     observers: Iterable[Observer] = (),
     keys: Keys | None = None,
     limits: Limits | None = None,
+    page: bool = True,
 ) -> None:
     """Serve `loaded` on `listener` until a signal ends it; `observers` are told of each call."""
     life = Life()
     config = uvicorn.Config(
-        create_app(loaded, observers=observers, life=life, keys=keys, limits=limits),
+        create_app(loaded, observers=observers, life=life, keys=keys, limits=limits, page=page),
         http=TimedProtocol, log_config=None, access_log=False, server_header=False, lifespan="on",
         timeout_graceful_shutdown=round(STOP_TIMEOUT_S) + 1,
     )  # fmt: skip

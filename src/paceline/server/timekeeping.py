@@ -39,10 +39,16 @@ class Timekeeping:
     """ASGI middleware: gives each POST to `paths` a Call, and tells it of its response's ends."""
 
     def __init__(
-        self, app: ASGIApp, *, paths: frozenset[str], on_close: Callable[[Call], None]
+        self,
+        app: ASGIApp,
+        *,
+        paths: frozenset[str],
+        on_open: Callable[[Call], None],
+        on_close: Callable[[Call], None],
     ) -> None:
         self._app = app
         self._paths = paths
+        self._on_open = on_open
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,6 +64,7 @@ class Timekeeping:
             client=client[0] if client else "",
         )
         state[CALL] = call
+        self._on_open(call)
 
         async def timed_send(message: Message) -> None:
             if message["type"] == "http.response.start":

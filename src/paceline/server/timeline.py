@@ -1,7 +1,8 @@
-"""What clients are told about time: a header, and the whole timeline of a finished call."""
+"""What clients are told about time: a header, and the whole timeline of a call."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ def server_timing(call: Call, now_ns: int) -> str:
 
 
 def describe(call: Call) -> dict[str, Any]:
-    """Return a finished call in figures, one JSON object."""
+    """Return a call in figures, one JSON object; of one that still runs, what is known by now."""
     return {
         "id": call.id or None,
         "request_id": call.request_id or None,
@@ -26,22 +27,25 @@ def describe(call: Call) -> dict[str, Any]:
         "path": call.path,
         "stream": call.is_stream,
         "status": call.status or None,
-        "outcome": call.outcome,
+        "outcome": call.outcome if call.end_ns else "running",
         "error": call.error,
         "prompt_tokens": call.prompt_tokens,
         "completion_tokens": call.completion_tokens,
-        **call.figures(),
+        **call.figures(time.monotonic_ns()),
     }
 
 
-def timeline(call: Call, steps: StepLog | None) -> dict[str, Any]:
-    """Return `describe(call)`, its choices, and each of their steps that is still remembered."""
+def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> dict[str, Any]:
+    """Return `describe(call)`, its choices, and each of their steps that is still remembered.
+
+    Steps up to number `after_step` are left out: a reader that comes again has them.
+    """
     records = [] if steps is None else steps.since(call.begin_ns)
     choices = []
     for idx, ended in sorted(call.choices.items()):
         prompt, choice = divmod(idx, call.n)
         request_id = engine_id(call.id, prompt)
-        taken = [_step(call, r, request_id, choice) for r in _steps_of(records, request_id, choice)]
+        taken = _steps_of(records, request_id, choice)
         num_steps = 0 if ended.ledger is None else ended.ledger.num_steps
         choices.append({
             "index": idx,
@@ -52,7 +56,11 @@ def timeline(call: Call, steps: StepLog | None) -> dict[str, Any]:
             "num_preemptions": ended.timings.num_preemptions,
             "num_steps": num_steps,
             "num_steps_forgotten": max(num_steps - len(taken), 0),
-            "steps": taken,
+            "steps": [
+                _step(call, record, request_id, choice)
+                for record in taken
+                if record.number > after_step
+            ],
         })  # fmt: skip
     return {**describe(call), "choices": choices}
 
@@ -72,16 +80,14 @@ def _steps_of(records: Iterable[StepRecord], request_id: str, choice: int) -> li
 
 def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[str, Any]:
     own = next(c for c in record.chunks if (c.request_id, c.choice) == (request_id, choice))
-    in_step = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-    for chunk in record.chunks:
-        in_step[Part.RECOMPUTE] += chunk.num_again
-        in_step[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+    in_step = record.tokens_by_kind()
     return {
         "step": record.number,
         "begin_ms": (record.start_ns - call.begin_ns) / 1e6,
         "end_ms": (record.end_ns - call.begin_ns) / 1e6,
         "kind": own.kind.label,
         "num_tokens": own.num_tokens,
+        "new_tokens": int(own.is_last),
         "step_tokens": {kind.label: count for kind, count in in_step.items() if count},
         "num_seqs": len(record.chunks),
     }

@@ -14,8 +14,12 @@ _ENGINE, _CALLS = 1, 2  # process ids, which the viewers show as groups
 Event = dict[str, Any]
 
 
-def chrome_trace(steps: Iterable[StepRecord], calls: Iterable[Call]) -> dict[str, Any]:
+def chrome_trace(
+    steps: Iterable[StepRecord], calls: Iterable[Call], about: dict[str, Any]
+) -> dict[str, Any]:
     """Return the trace of these steps and finished calls; time zero is the earliest of them.
+
+    `about` describes the server; viewers show it as it is.
 
     The engine is one row: steps, and their phases inside them. Each call has a row as long as it
     lasts: its phases, and inside them its chunks, each from its step's begin to its sampling.
@@ -34,17 +38,18 @@ def chrome_trace(steps: Iterable[StepRecord], calls: Iterable[Call]) -> dict[str
     chunks = _chunks_by_request(steps)
     for call, row in zip(calls, rows, strict=True):
         events += _call_events(call, row, chunks, zero_ns)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": events, "displayTimeUnit": "ms", "otherData": {"paceline": about}
+    }  # fmt: skip
 
 
 def _step_events(step: StepRecord, zero_ns: int) -> Iterator[Event]:
-    tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-    for chunk in step.chunks:
-        tokens[Part.RECOMPUTE] += chunk.num_again
-        tokens[chunk.new_kind] += chunk.num_tokens - chunk.num_again
+    tokens = step.tokens_by_kind()
     args = {
         "tokens": {kind.label: count for kind, count in tokens.items() if count},
         "requests": sorted({chunk.request_id for chunk in step.chunks}),
+        "num_seqs": len(step.chunks),
+        "forward_ms": (step.work_ns - step.built_ns) / 1e6,
     }
     span = step.start_ns - zero_ns, step.end_ns - zero_ns
     yield _slice(_ENGINE, 1, f"step {step.number}", *span, args)

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -55,7 +55,6 @@ class Job:
     ignore_eos: bool
     tell: Callable[[Piece], None]
     num_tokens: int = 0
-    is_gone: bool = False
 
 
 class Runner:
@@ -110,7 +109,6 @@ class App:
     engine: Engine
     runner: Runner
     next_stream: int = 0
-    news: dict[int, asyncio.Queue[Piece]] = field(default_factory=dict)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -144,7 +142,7 @@ class App:
         if len(ids) + max_tokens > self.engine.context:
             raise ValueError(f"{len(ids)} + {max_tokens} tokens exceed {self.engine.context}")
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[Piece] = asyncio.Queue()
+        news: asyncio.Queue[Piece | None] = asyncio.Queue()
         self.next_stream += 1
 
         def tell(piece: Piece) -> None:
@@ -153,23 +151,20 @@ class App:
         job = Job(self.next_stream, ids, max_tokens, bool(body.get("ignore_eos")), tell)
         self.runner.submit(job)
         gone = asyncio.create_task(reader.read(1))
+        gone.add_done_callback(lambda _: news.put_nowait(None))
         try:
             writer.write(_head(200, "text/event-stream", None))
-            while True:
-                getting = asyncio.create_task(news.get())
-                await asyncio.wait({getting, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done():
-                    getting.cancel()
-                    return
-                piece = getting.result()
+            while (piece := await news.get()) is not None:
                 if piece.text:
                     writer.write(_chunk(is_chat, piece.text, None))
                 if piece.finish_reason is not None:
-                    break
-            usage = {"prompt_tokens": len(ids), "completion_tokens": job.num_tokens}
-            writer.write(_chunk(is_chat, "", piece.finish_reason))
-            writer.write(_event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
-            await writer.drain()
+                    writer.write(_chunk(is_chat, "", piece.finish_reason))
+                    if (body.get("stream_options") or {}).get("include_usage"):
+                        usage = {"prompt_tokens": len(ids), "completion_tokens": job.num_tokens}
+                        writer.write(_event({"choices": [], "usage": usage}))
+                    writer.write(b"data: [DONE]\n\n")
+                    await writer.drain()
+                    return
         finally:
             gone.cancel()
             self.runner.abort(job.stream)
@@ -198,7 +193,7 @@ def _answer(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
 
 
 def _event(body: Any) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _chunk(is_chat: bool, text: str, finish_reason: str | None) -> bytes:
@@ -215,11 +210,15 @@ def main(build: Callable[[argparse.Namespace], Engine]) -> None:
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--context", type=int, required=True)
     arguments = parser.parse_args()
-    engine = build(arguments)
+    serve(build(arguments), arguments.port)
 
-    async def serve() -> None:
+
+def serve(engine: Engine, port: int) -> None:
+    """Serve an engine on a port of this machine until the process ends."""
+
+    async def run() -> None:
         app = App(engine, Runner(engine))
-        server = await asyncio.start_server(app.serve, "127.0.0.1", arguments.port, backlog=512)
+        server = await asyncio.start_server(app.serve, "127.0.0.1", port, backlog=512)
         await server.serve_forever()
 
-    asyncio.run(serve())
+    asyncio.run(run())

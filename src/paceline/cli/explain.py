@@ -1,0 +1,227 @@
+"""`paceline explain`: what bounds a server's latency, and what would help."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+
+from paceline.cpu import resolve_num_threads
+from paceline.errors import ParameterError
+
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+if TYPE_CHECKING:
+    from paceline.explain.costs import Machine, Situation
+    from paceline.explain.facts import Facts
+    from paceline.explain.replay import Planned
+    from paceline.explain.report import Explanation
+    from paceline.explain.verify import Verification
+    from paceline.weights.checkpoint import Checkpoint
+
+
+def explain(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The address of a server; a file of `paceline trace`, of `serve --access-log`, or "
+            "of `bench --server-timings` with `--log` or `--json`; or a workload: JSON lines with "
+            "messages or a prompt, or a trace of lengths."
+        ),
+    ] = "http://127.0.0.1:8000",
+    *,
+    last: Annotated[
+        float, typer.Option("--last", min=0.001, help="Seconds to look back, on a server.")
+    ] = 300.0,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            show_default=False,
+            help="The server's model, to reckon floors on this machine, to run a workload, and for "
+            "--verify.",
+        ),
+    ] = None,
+    serve: Annotated[
+        str, typer.Option("--serve", help="Options of `paceline serve` to run a workload with.")
+    ] = "",
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            "--concurrency", min=1, help="Requests of a workload at once, where it has no times."
+        ),
+    ] = 8,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Run the same load with and without the first advice, and compare."
+        ),
+    ] = False,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Rounds of --verify, with and without in turns.")
+    ] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what bounds TTFT and TPOT, how far from the floor they are, and what would help.
+
+    Each percentile is taken apart by the ledgers of the calls near it: computing its own tokens,
+    waiting for a seat or for KV memory, prompts and tokens of others in its steps, Python, slow
+    clients. Options that would change the largest of them are listed with what the measured cost
+    of steps predicts, the best first.
+
+    **Examples**
+
+    - `paceline explain`: the server on this machine, its last five minutes
+
+    - `paceline explain trace.json --model smollm2-135m --verify`
+
+    - `paceline explain work.jsonl --model smollm2-135m --serve "--max-num-seqs 2"`
+
+    - `paceline explain localhost:8000 --json | jq '.explanation.advice[0]'`
+    """  # fmt: skip
+    from paceline.cli.explain_text import print_explanation, print_verification, status
+    from paceline.explain.report import explain as explain_situation
+
+    with status() as say:
+        situation, planned = find(
+            source, last_s=last, model=model, serve=serve, concurrency=concurrency, say=say
+        )
+        explanation = explain_situation(situation)
+        checked = None
+        if verify:
+            checked = check(
+                situation, explanation, planned, model=model, concurrency=concurrency,
+                rounds=rounds, say=say,
+            )  # fmt: skip
+    if as_json:
+        body = msgspec.json.encode({"explanation": explanation, "verification": checked})
+        print(msgspec.json.format(body, indent=2).decode())
+        return
+    print_explanation(explanation)
+    if checked is not None:
+        print_verification(checked)
+    elif verify:
+        print("Nothing to verify: no option is advised.")
+
+
+def find(
+    source: str,
+    *,
+    last_s: float,
+    model: str | None,
+    serve: str,
+    concurrency: int,
+    say: Callable[[str], None],
+) -> tuple[Situation, list[Planned] | None]:
+    """Return the situation that `source` tells of, and the plan of a workload that was run."""
+    from paceline.cli.loading import find_model
+    from paceline.explain import sources
+    from paceline.explain.costs import this_machine_with
+    from paceline.explain.report import situation_of
+    from paceline.remote import base_address
+    from paceline.weights.checkpoint import open_checkpoint
+
+    path = Path(source)
+    planned = None
+    facts = sources.from_file(path) if path.is_file() else None
+    if facts is None and path.is_file():
+        facts, planned = run_workload(path, model, serve, concurrency, say)
+    elif serve:
+        raise ParameterError("--serve is for a workload: a recorded server had its own options")
+    if facts is None:
+        facts = sources.from_server(base_address(source), last_s)
+    machine: Machine | None = None
+    checkpoint = installed_model(facts) if model is None else open_checkpoint(find_model(model))
+    if checkpoint is not None:
+        say("the machine's ceilings")
+        machine = this_machine_with(checkpoint, facts.server)
+    return situation_of(facts, machine), planned
+
+
+def installed_model(facts: Facts) -> Checkpoint | None:
+    """Return the model of a server on this machine, if it is in the catalogue's folder.
+
+    None where the machine's ceilings are not known yet: they are measured only where the user
+    names the model, for the server may be busy.
+    """
+    from paceline.catalog import find as find_entry
+    from paceline.catalog.store import is_installed, model_path
+    from paceline.explain.costs import weight_bytes
+    from paceline.measure.ceilings import known_ceilings
+    from paceline.weights.checkpoint import open_checkpoint
+
+    server = facts.server
+    if server is None or urlsplit(facts.source).hostname not in _THIS_MACHINE:
+        return None
+    entry, known = find_entry(server.model), known_ceilings()
+    if entry is None or not is_installed(entry) or known is None:
+        return None
+    if known.at(server.num_threads) is None:
+        return None
+    checkpoint = open_checkpoint(model_path(entry))
+    # A file of another origin can have the name of a catalogue model.
+    return checkpoint if weight_bytes(checkpoint) == server.weight_bytes else None
+
+
+def run_workload(
+    path: Path, model: str | None, serve: str, concurrency: int, say: Callable[[str], None]
+) -> tuple[Facts, list[Planned]]:
+    """Serve `model` with these options, send it the workload at `path`, return what happened."""
+    from paceline.cli.loading import find_model
+    from paceline.explain.replay import plan_of_file, run
+
+    planned = plan_of_file(path)
+    if model is None:
+        raise ParameterError(f"{path} is a workload: name the model to run it on with --model")
+    options = read_options(serve)
+    say(f"{len(planned)} requests of {path}")
+    return run(find_model(model), options, planned, concurrency=concurrency), planned
+
+
+def read_options(serve: str) -> dict[str, str]:
+    """Return the options of "--max-num-seqs 2 --policy slo", with --threads among them."""
+    words = shlex.split(serve)
+    names, values = words[::2], words[1::2]
+    if len(names) != len(values) or not all(name.startswith("--") for name in names):
+        raise ParameterError(f"--serve is {serve!r}: write pairs such as '--max-num-seqs 2'")
+    options = dict(zip(names, values, strict=True))
+    return {"--threads": str(resolve_num_threads(None)[0]), **options}
+
+
+def check(
+    situation: Situation,
+    explanation: Explanation,
+    planned: list[Planned] | None,
+    *,
+    model: str | None,
+    concurrency: int,
+    rounds: int,
+    say: Callable[[str], None],
+) -> Verification | None:
+    """Verify the first advice that an option can follow; None where there is none."""
+    from paceline.cli.loading import find_model
+    from paceline.explain.levers import options_of
+    from paceline.explain.replay import plan_of_run
+    from paceline.explain.verify import verify
+
+    if model is None:
+        raise ParameterError("--verify runs servers on this machine: name the model with --model")
+    first = next((advice for advice in explanation.advice if advice.change), None)
+    if first is None or situation.server is None:
+        return None
+    return verify(
+        first.lever,
+        first.change,
+        planned or plan_of_run(situation.facts),
+        model=find_model(model),
+        options=options_of(situation.server),
+        machine=situation.machine,
+        concurrency=concurrency,
+        rounds=rounds,
+        on_run=say,
+    )

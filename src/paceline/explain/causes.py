@@ -1,0 +1,149 @@
+"""Causes: the parts of a ledger, gathered by what would change them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from paceline.explain.facts import CallFacts, Facts, Parts
+
+Metric = Literal["ttft", "tpot"]
+METRICS: tuple[Metric, ...] = ("ttft", "tpot")
+PERCENTILES = (50, 95, 99)
+Causes = dict[str, float]  # milliseconds by cause
+
+# cause -> what it is, in a sentence's words
+WORDS = {
+    "prefill": "computing its own prompt",
+    "decode": "computing its own tokens",
+    "others_prefill": "the prompts of others in its steps",
+    "others_decode": "the tokens of others in its steps",
+    "queue": "waiting for a seat or for room in a step",
+    "kv_memory": "waiting for KV memory, and computing again what a preemption threw away",
+    "overhead": "Python around the steps: parsing, scheduling, sampling, text",
+    "reader": "a client that reads slowly",
+    "upload": "a client that sends slowly",
+}
+_CAUSE_OF = {
+    "prefill": "prefill", "decode": "decode", "prefill_others": "others_prefill",
+    "decode_others": "others_decode", "queue_budget": "queue", "queue_kv": "kv_memory",
+    "recompute": "kv_memory", "send": "reader", "receive": "upload",
+}  # fmt: skip
+_NEIGHBOURS = 0.05  # of all calls: as many as a percentile's causes are averaged over
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One percentile of one metric, and what it is made of; the causes sum to its value."""
+
+    metric: Metric
+    percentile: int
+    value_ms: float
+    causes: Causes  # the largest first
+    num_calls: int  # that have the metric
+    prompt_tokens: float  # means over the calls near the percentile
+    context_tokens: float
+
+    @property
+    def output_tokens(self) -> float:
+        return max(2 * (self.context_tokens - self.prompt_tokens), 1.0)
+
+    @property
+    def main(self) -> str:
+        return next(iter(self.causes))
+
+    def share(self, cause: str) -> float:
+        return self.causes.get(cause, 0.0) / self.value_ms if self.value_ms else 0.0
+
+
+def findings(facts: Facts) -> list[Finding]:
+    """Return each percentile of each metric that the calls have."""
+    found = []
+    for metric in METRICS:
+        for percentile in PERCENTILES:
+            whole = facts.percentiles.get(percentile)
+            finding = find(facts.calls if whole is None else [whole], metric, percentile)
+            if finding is not None:
+                found.append(finding if whole is None else _of(facts.num_calls, finding))
+    return found
+
+
+def _of(num_calls: int, finding: Finding) -> Finding:
+    return replace(finding, num_calls=num_calls)
+
+
+def find(calls: Sequence[CallFacts], metric: Metric, percentile: int) -> Finding | None:
+    """Return what a percentile is made of; None where no call has the metric.
+
+    Its value is that of the call at its rank (the nearest); its causes are the mean of the calls
+    about it, scaled to the value.
+    """
+    value_of, causes_of = _READ[metric]
+    ranked = sorted(
+        ((value, call) for call in calls if (value := value_of(call)) is not None),
+        key=lambda pair: pair[0],
+    )
+    if not ranked:
+        return None
+    rank = round(percentile / 100 * (len(ranked) - 1))
+    reach = int(_NEIGHBOURS * len(ranked) / 2)
+    near = [call for _, call in ranked[max(rank - reach, 0) : rank + reach + 1]]
+    value = ranked[rank][0]
+    summed: Causes = defaultdict(float)
+    for call in near:
+        for cause, ms in causes_of(call).items():
+            summed[cause] += ms
+    total = sum(summed.values())
+    scale = value / total if total else 0.0
+    in_order = sorted(summed.items(), key=lambda item: -item[1])
+    return Finding(
+        metric=metric,
+        percentile=percentile,
+        value_ms=value,
+        causes={cause: ms * scale for cause, ms in in_order if ms > 0},
+        num_calls=len(ranked),
+        prompt_tokens=_mean(call.prompt_tokens for call in near),
+        context_tokens=_mean(call.prompt_tokens + call.completion_tokens / 2 for call in near),
+    )
+
+
+def ttft_causes(call: CallFacts) -> Causes:
+    return gather(call.first_parts)
+
+
+def tpot_causes(call: CallFacts) -> Causes:
+    """Return the causes of a token after the first. Others' part is divided by the call's blame."""
+    after = {
+        name: max(ms - call.first_parts.get(name, 0.0), 0.0) for name, ms in call.parts.items()
+    }
+    others = after.get("decode_others", 0.0)
+    in_first = call.parts.get("prefill_others", 0.0)
+    of_prefill = min(max(call.others_prefill_ms - in_first, 0.0), others)
+    causes = gather({**after, "decode_others": others - of_prefill})
+    causes["others_prefill"] = causes.get("others_prefill", 0.0) + of_prefill
+    num_gaps = max(call.completion_tokens - 1, 1)
+    return {cause: ms / num_gaps for cause, ms in causes.items()}
+
+
+def gather(parts: Parts) -> Causes:
+    """Return the milliseconds of each cause; what is nobody's is overhead."""
+    causes: Causes = defaultdict(float)
+    for name, ms in parts.items():
+        causes[_CAUSE_OF.get(name, "overhead")] += ms
+    return dict(causes)
+
+
+_READ: dict[
+    Metric, tuple[Callable[[CallFacts], float | None], Callable[[CallFacts], Causes]]
+] = {
+    "ttft": (lambda call: call.ttft_ms, ttft_causes),
+    "tpot": (lambda call: call.tpot_ms, tpot_causes),
+}  # fmt: skip
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0

@@ -1,0 +1,74 @@
+"""Facts: what is known of a run. Everything that an explanation says is derived from them."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+Parts = dict[str, float]  # milliseconds by part of the ledger
+
+
+class CallFacts(Struct, frozen=True, kw_only=True):
+    """One answered call. `first_parts` are those of the time to the first content."""
+
+    wall_ms: float
+    ttft_ms: float | None
+    parts: Parts
+    first_parts: Parts
+    others_prefill_ms: float  # lost to the prompts of others, in all
+    prompt_tokens: int
+    completion_tokens: int
+    repeated_tokens: int = 0  # of the prompt, as an earlier one began
+    began_at: float = 0.0  # seconds; only differences count
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Milliseconds a token after the first content, as its reader gets them."""
+        if self.ttft_ms is None or self.completion_tokens < 2:
+            return None
+        return (self.wall_ms - self.ttft_ms) / (self.completion_tokens - 1)
+
+
+class StepFacts(Struct, frozen=True, kw_only=True):
+    """One step of the engine."""
+
+    num_tokens: int
+    num_decode: int  # tokens of sequences that decode
+    num_seqs: int
+    forward_s: float
+    duration_s: float
+
+
+class ServerFacts(Struct, frozen=True, kw_only=True):
+    """What a server was started with, and the machine under it."""
+
+    model: str
+    isa: str
+    num_threads: int
+    machine_threads: int  # that its CPU mask and quota allow
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_dtype: str
+    kv_token_bytes: int
+    weight_bytes: int
+    num_parameters: int
+    policy: str
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """A run: its calls, and where it is known its steps and its server."""
+
+    source: str
+    calls: tuple[CallFacts, ...]
+    steps: tuple[StepFacts, ...] = field(default_factory=tuple)
+    server: ServerFacts | None = None
+    num_failed: int = 0  # calls that were no answers
+    # Of a summary that has no calls: by percentile, a call of which each figure is at its own.
+    percentiles: dict[int, CallFacts] = field(default_factory=dict)
+    num_summed: int = 0  # calls behind the percentiles
+
+    @property
+    def num_calls(self) -> int:
+        return self.num_summed or len(self.calls)

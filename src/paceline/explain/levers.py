@@ -1,0 +1,339 @@
+"""Levers: what an operator can change, and what the model of the steps expects of it.
+
+LEVERS is the table. A lever is a function of a Situation: it returns a Proposal, or None where it
+has nothing to offer. A new lever is a function and a line in the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+from paceline.explain.causes import Finding
+from paceline.explain.costs import Situation
+from paceline.explain.facts import ServerFacts
+
+_ROOMY_BUDGET = 512
+_MOST_SEATS = 256
+_SEATS_FULL = 0.3  # share of the time from which on seats are taken for what is waited for
+_SMALL_BITS = 4.6  # a weight in the small formats: Q4_K_M, Q4_1
+_SLO_MARGIN = 1.6  # a step may take so many times what the streams' own tokens take
+_SLO_FLOOR = 17  # tokens: what `slo` always gives a prompt, and one stream
+
+Change = Mapping[str, str]  # option of `paceline serve` -> value
+Predict = Callable[[Finding], float]  # milliseconds after the change
+
+
+class Proposal(Struct, frozen=True, kw_only=True):
+    """A change, what is expected of it, and what it costs elsewhere."""
+
+    change: Change  # empty: nothing that `paceline serve` can do by itself
+    text: str
+    predict: Predict
+    price: str = ""
+
+
+Lever = Callable[[Situation], Proposal | None]
+
+
+def raise_budget(situation: Situation) -> Proposal | None:
+    """Prompts in larger chunks: fewer steps read the weights and pass through Python."""
+    server, steps = situation.server, situation.steps
+    if server is None or steps is None or server.max_batched_tokens >= _ROOMY_BUDGET:
+        return None
+    budget = server.max_batched_tokens
+
+    def predict(finding: Finding) -> float:
+        if finding.metric != "ttft":
+            return finding.value_ms
+        before = steps.prefill_s(finding.prompt_tokens, budget)
+        after = steps.prefill_s(finding.prompt_tokens, _ROOMY_BUDGET)
+        ratio = after / before if before else 1.0
+        touched = _sum(finding, "prefill", "queue", "others_prefill", "overhead")
+        return finding.value_ms - touched * (1 - ratio)
+
+    return Proposal(
+        change={"--max-batched-tokens": str(_ROOMY_BUDGET)},
+        text=f"prompts advance by at most {budget} tokens a step",
+        predict=predict,
+        price="longer steps: streams beside a prompt wait longer for a token",
+    )
+
+
+def lower_budget(situation: Situation) -> Proposal | None:
+    """Prompts take turns instead of sharing steps: the first is done sooner, the last as before."""
+    server = situation.server
+    if server is None or server.max_batched_tokens <= 64:
+        return None
+    ttft = [f for f in situation.findings if f.metric == "ttft"]
+    if not ttft or max(f.share("others_prefill") for f in ttft) < 0.2:
+        return None
+    budget = max(64, 1 << int(math.log2(max(ttft[0].prompt_tokens, 64))))
+    if budget >= server.max_batched_tokens:
+        return None
+
+    def predict(finding: Finding) -> float:
+        is_median = finding.metric == "ttft" and finding.percentile == 50
+        return finding.value_ms - (0.5 * _sum(finding, "others_prefill") if is_median else 0.0)
+
+    return Proposal(
+        change={"--max-batched-tokens": str(budget)},
+        text="several prompts share a step, so all of them end late",
+        predict=predict,
+        price="more steps for a long prompt",
+    )
+
+
+def more_seats(situation: Situation) -> Proposal | None:
+    """Calls that wait for a seat get one, and share the steps from then on."""
+    server = situation.server
+    if server is None or situation.full_seats < _SEATS_FULL:
+        return None
+    before, waiting = server.max_num_seqs, situation.mean_waiting("queue_budget")
+    wanted = max(before + math.ceil(waiting), 2 * before)
+    seats = min(1 << math.ceil(math.log2(wanted)), _MOST_SEATS)
+    if seats <= before:
+        return None
+    joining = min(waiting, seats - before)
+    relieved = joining / waiting if waiting else 1.0
+
+    def predict(finding: Finding) -> float:
+        queued = _sum(finding, "queue") * relieved if finding.metric == "ttft" else 0.0
+        return _after_joining(situation, finding, gone_ms=queued, running=before, joining=joining)
+
+    return Proposal(
+        change={"--max-num-seqs": str(seats)},
+        text=f"all {before} seats are taken {situation.full_seats:.0%} of the time",
+        predict=predict,
+        price="each stream gets slower as more share the steps",
+    )
+
+
+def _after_joining(
+    situation: Situation, finding: Finding, *, gone_ms: float, running: float, joining: float
+) -> float:
+    """Return a percentile after calls that waited run beside the others, `gone_ms` less waiting.
+
+    Their prompts have still to be computed: the median call meets half of those that waited with
+    it, the tail all of them. In its life a stream meets one prompt of each that runs beside it.
+    """
+    steps = situation.steps
+    prompt_ms = situation.prompt_ms(finding.prompt_tokens)
+    if finding.metric == "ttft":
+        met = joining * (0.5 if finding.percentile == 50 else 1.0)
+        return min(finding.value_ms - gone_ms + met * prompt_ms, finding.value_ms)
+    slower = 1.0 if steps is None else steps.step_s(running + joining) / steps.step_s(running)
+    own = finding.value_ms - gone_ms - _sum(finding, "others_prefill")
+    return own * slower + (running + joining - 1) * prompt_ms / finding.output_tokens
+
+
+def fewer_seats(situation: Situation) -> Proposal | None:
+    """Fewer sequences share a step: each is faster, others wait."""
+    server, steps = situation.server, situation.steps
+    tpot = [f for f in situation.findings if f.metric == "tpot"]
+    if server is None or steps is None or not tpot:
+        return None
+    running = situation.mean_seqs
+    seats = max(1, int(running / 2))
+    if max(f.share("others_decode") for f in tpot) < 0.3 or seats >= server.max_num_seqs:
+        return None
+    ratio = steps.step_s(seats) / steps.step_s(running)
+
+    def predict(finding: Finding) -> float:
+        if finding.metric == "ttft":
+            return finding.value_ms
+        touched = _sum(finding, "decode", "others_decode", "overhead")
+        return finding.value_ms - touched * (1 - ratio)
+
+    return Proposal(
+        change={"--max-num-seqs": str(seats)},
+        text=f"{running:.0f} sequences share a step",
+        predict=predict,
+        price="calls beyond the seats wait: TTFT grows",
+    )
+
+
+def more_kv_memory(situation: Situation) -> Proposal | None:
+    """Nobody waits for blocks, nobody is preempted."""
+    server = situation.server
+    if server is None or not _suffers(situation, "kv_memory"):
+        return None
+    longest = max(call.prompt_tokens + call.completion_tokens for call in situation.facts.calls)
+    blocks = -(-longest // server.block_size) * server.max_num_seqs
+    num_bytes = blocks * server.block_size * server.kv_token_bytes
+    pool = server.num_blocks * server.block_size * server.kv_token_bytes
+    megabytes = max(math.ceil(num_bytes / 2**20), math.ceil(2 * pool / 2**20))
+    running, waiting = situation.mean_seqs, situation.mean_waiting("queue_kv")
+
+    def predict(finding: Finding) -> float:
+        gone_ms = _sum(finding, "kv_memory")
+        return _after_joining(
+            situation, finding, gone_ms=gone_ms, running=running, joining=waiting
+        )  # fmt: skip
+
+    return Proposal(
+        change={"--kv-memory": f"{megabytes}M"},
+        text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all",
+        predict=predict,
+        price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
+    )
+
+
+def smaller_kv(situation: Situation) -> Proposal | None:
+    """Keys and values in 16 bits: twice the tokens in the same memory, half the bytes to read."""
+    server = situation.server
+    if server is None or server.kv_dtype != "f32":
+        return None
+
+    def predict(finding: Finding) -> float:
+        kv_bytes = finding.context_tokens * server.kv_token_bytes
+        read = kv_bytes / (kv_bytes + server.weight_bytes)
+        decode = _sum(finding, "decode") if finding.metric == "tpot" else 0.0
+        return finding.value_ms - 0.5 * _sum(finding, "kv_memory") - 0.5 * read * decode
+
+    return Proposal(
+        change={"--kv-dtype": "f16"},
+        text="keys and values are kept in 32 bits",
+        predict=predict,
+        price="their rounding",
+    )
+
+
+def smaller_blocks(situation: Situation) -> Proposal | None:
+    """Half a block is lost a sequence."""
+    server = situation.server
+    if server is None or server.block_size <= 16 or not _suffers(situation, "kv_memory"):
+        return None
+    lengths = [call.prompt_tokens + call.completion_tokens for call in situation.facts.calls]
+    mean = sum(lengths) / len(lengths)
+    wasted = (server.block_size - 16) / 2
+    gain = wasted / (mean + wasted)
+    return Proposal(
+        change={"--block-size": "16"},
+        text=f"a sequence of {mean:.0f} tokens wastes half a block of {server.block_size}",
+        predict=lambda finding: finding.value_ms - gain * _sum(finding, "kv_memory"),
+    )
+
+
+def bound_steps(situation: Situation) -> Proposal | None:
+    """A bound on the step's time spreads others' prompts thinner over a stream's tokens."""
+    server, steps = situation.server, situation.steps
+    hurt = [f for f in situation.findings if f.metric == "tpot" and f.share("others_prefill") > 0.2]
+    if server is None or not hurt or server.policy.startswith("slo"):
+        return None
+    own_ms = max(_sum(f, "decode", "others_decode", "overhead") for f in hurt)
+    least_ms = 0.0 if steps is None else steps.chunk_s(_SLO_FLOOR) * 1e3
+    step_ms = math.ceil(max(_SLO_MARGIN * own_ms, least_ms, 1.0))
+
+    def predict(finding: Finding) -> float:
+        if finding.metric == "ttft":
+            return finding.value_ms + _slower_prompt_ms(situation, finding, step_ms)
+        if finding.share("others_prefill") <= 0.2:
+            return finding.value_ms
+        return min(finding.value_ms, float(step_ms))
+
+    return Proposal(
+        change={"--policy": f"slo:step_ms={step_ms}"},
+        text="prompts of others fill the steps of streams",
+        predict=predict,
+        price="prompts beside streams take longer: their TTFT grows",
+    )
+
+
+def _slower_prompt_ms(situation: Situation, finding: Finding, step_ms: float) -> float:
+    """Return what a prompt loses by the smaller chunks of steps that are bound."""
+    server, steps = situation.server, situation.steps
+    if server is None or steps is None or not steps.token_s:
+        return 0.0
+    room = (step_ms / 1e3 - steps.base_s) / steps.token_s
+    chunk = min(max(int(room), _SLO_FLOOR - 1), server.max_batched_tokens)
+    before = steps.prefill_s(finding.prompt_tokens, server.max_batched_tokens)
+    after = steps.prefill_s(finding.prompt_tokens, chunk)
+    touched = _sum(finding, "prefill", "others_prefill", "queue")
+    return touched * (after / before - 1) if before else 0.0
+
+
+def more_threads(situation: Situation) -> Proposal | None:
+    """All steps get faster, as far as the ceilings go."""
+    server, machine = situation.server, situation.machine
+    if server is None or server.num_threads >= server.machine_threads:
+        return None
+    before, after = server.num_threads, server.machine_threads
+    compute = memory = before / after
+    if machine is not None and (old := machine.at(before)) and (new := machine.at(after)):
+        compute = min(old.int8_macs_s / new.int8_macs_s, 1.0)
+        memory = min(old.memory_bytes_s / new.memory_bytes_s, 1.0)
+
+    def predict(finding: Finding) -> float:
+        multiplied = _sum(finding, "prefill", "others_prefill", "queue", "kv_memory")
+        read = _sum(finding, "decode", "others_decode")
+        return finding.value_ms - multiplied * (1 - compute) - read * (1 - memory)
+
+    return Proposal(
+        change={"--threads": str(after)},
+        text=f"{before} of {after} cores compute",
+        predict=predict,
+        price="cores that something else may want",
+    )
+
+
+def smaller_weights(situation: Situation) -> Proposal | None:
+    """Decoding reads all weights for a token: fewer bits are fewer bytes."""
+    server = situation.server
+    if server is None:
+        return None
+    bits = server.weight_bytes * 8 / server.num_parameters
+    if bits < 1.5 * _SMALL_BITS:
+        return None
+
+    def predict(finding: Finding) -> float:
+        if finding.metric == "ttft":
+            return finding.value_ms
+        return finding.value_ms - _sum(finding, "decode") * (1 - _SMALL_BITS / bits)
+
+    return Proposal(
+        change={},
+        text=f"the weights have {bits:.1f} bits; a file of the same model in Q4_K_M has "
+        f"{_SMALL_BITS}",
+        predict=predict,
+        price="quality: compare perplexities first",
+    )
+
+
+# In the order in which equal gains are told: what costs least first.
+LEVERS: Mapping[str, Lever] = {
+    "threads": more_threads,
+    "kv-memory": more_kv_memory,
+    "max-batched-tokens": raise_budget,
+    "policy": bound_steps,
+    "max-num-seqs": more_seats,
+    "smaller max-batched-tokens": lower_budget,
+    "block-size": smaller_blocks,
+    "kv-dtype": smaller_kv,
+    "fewer max-num-seqs": fewer_seats,
+    "format": smaller_weights,
+}
+
+
+def _sum(finding: Finding, *causes: str) -> float:
+    return sum(finding.causes.get(cause, 0.0) for cause in causes)
+
+
+def _suffers(situation: Situation, cause: str) -> bool:
+    return any(finding.share(cause) > 0.05 for finding in situation.findings)
+
+
+def options_of(server: ServerFacts) -> dict[str, str]:
+    """Return the options of `paceline serve` that start a server like this one."""
+    pool = server.num_blocks * server.block_size * server.kv_token_bytes
+    return {
+        "--threads": str(server.num_threads),
+        "--max-num-seqs": str(server.max_num_seqs),
+        "--max-batched-tokens": str(server.max_batched_tokens),
+        "--kv-memory": str(pool),
+        "--kv-dtype": server.kv_dtype,
+        "--block-size": str(server.block_size),
+        "--policy": server.policy,
+    }

@@ -1,0 +1,211 @@
+"""Explanation: what bounds each percentile, how far it is from the floor, what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from paceline.errors import PacelineError
+from paceline.explain.causes import Causes, Finding, Metric, findings
+from paceline.explain.costs import Machine, Situation, StepCosts, fit_steps, scaled_costs
+from paceline.explain.facts import Facts, ServerFacts
+from paceline.explain.levers import LEVERS, Change, Proposal
+
+_LEAST_GAIN = 0.05  # of a percentile: less is not worth an advice
+_LEAST_LOSS = 0.03
+_MANY_REPEATS = 0.25  # of all prompt tokens
+_NOTABLE = 0.3  # of a percentile: a client's part that is told
+
+
+class Bound(Struct, frozen=True, kw_only=True):
+    """A percentile of a metric: its value, what bounds it, and the least it could be."""
+
+    metric: Metric
+    percentile: int
+    value_ms: float
+    bound: str  # queue, KV memory, compute, bandwidth, interference, overhead, slow reader …
+    cause: str  # the largest of `causes`
+    causes: Causes
+    floor_ms: float | None
+    ratio: float | None
+    num_calls: int
+
+
+class Expected(Struct, frozen=True, kw_only=True):
+    """A percentile before and after a change, by the model of the steps."""
+
+    metric: Metric
+    percentile: int
+    before_ms: float
+    after_ms: float
+
+
+class Advice(Struct, frozen=True, kw_only=True):
+    """A lever, and what is expected of it; only percentiles that it moves are told."""
+
+    lever: str
+    change: Change
+    why: str
+    price: str
+    gain: float  # the largest relative one
+    expected: tuple[Expected, ...]
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    """All that `paceline explain` says."""
+
+    source: str
+    server: ServerFacts | None
+    num_calls: int
+    num_failed: int
+    num_steps: int
+    repeated_share: float  # of prompt tokens, as an earlier prompt began
+    bounds: tuple[Bound, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+
+def situation_of(facts: Facts, machine: Machine | None) -> Situation:
+    """Return what levers look at. Raises PacelineError where no call was answered."""
+    if not facts.num_calls:
+        raise PacelineError(
+            f"{facts.source} has no answered call ({facts.num_failed} others): send some, or look "
+            "further back with --last"
+        )
+    if machine is not None and machine.table is not None:
+        steps: StepCosts | None = scaled_costs(machine.table, facts.steps)
+    else:
+        steps = fit_steps(facts.steps)
+    return Situation(facts=facts, findings=findings(facts), steps=steps, machine=machine)
+
+
+def explain(situation: Situation) -> Explanation:
+    facts = situation.facts
+    prompt_tokens = sum(call.prompt_tokens for call in facts.calls)
+    repeated = sum(call.repeated_tokens for call in facts.calls)
+    share = repeated / prompt_tokens if prompt_tokens else 0.0
+    return Explanation(
+        source=facts.source,
+        server=facts.server,
+        num_calls=facts.num_calls,
+        num_failed=facts.num_failed,
+        num_steps=len(facts.steps),
+        repeated_share=share,
+        bounds=tuple(_bound(finding, situation) for finding in situation.findings),
+        advice=tuple(advise(situation)),
+        notes=tuple(_notes(situation, share)),
+    )
+
+
+def advise(situation: Situation) -> list[Advice]:
+    """Return the levers that move a percentile down enough, the largest gain first.
+
+    What no option does comes last: another file answers differently.
+    """
+    found = []
+    for name, lever in LEVERS.items():
+        proposal = lever(situation)
+        if proposal is not None:
+            advice = _advice(name, proposal, situation.findings)
+            if advice.gain >= _LEAST_GAIN:
+                found.append(advice)
+    return sorted(found, key=lambda advice: (not advice.change, -advice.gain))
+
+
+def _advice(name: str, proposal: Proposal, found: Sequence[Finding]) -> Advice:
+    expected = []
+    gain = 0.0
+    for finding in found:
+        if finding.value_ms <= 0:
+            continue
+        after_ms = proposal.predict(finding)
+        change = 1 - after_ms / finding.value_ms
+        gain = max(gain, change)
+        if change >= _LEAST_GAIN or change <= -_LEAST_LOSS:
+            expected.append(
+                Expected(
+                    metric=finding.metric,
+                    percentile=finding.percentile,
+                    before_ms=finding.value_ms,
+                    after_ms=after_ms,
+                )
+            )
+    return Advice(
+        lever=name,
+        change=proposal.change,
+        why=proposal.text,
+        price=proposal.price,
+        gain=gain,
+        expected=tuple(expected),
+    )
+
+
+def _bound(finding: Finding, situation: Situation) -> Bound:
+    machine = situation.machine
+    floor_ms = None if machine is None else machine.floor_ms(finding)
+    return Bound(
+        metric=finding.metric,
+        percentile=finding.percentile,
+        value_ms=finding.value_ms,
+        bound=_bound_name(finding, situation),
+        cause=finding.main,
+        causes=finding.causes,
+        floor_ms=floor_ms,
+        ratio=None if not floor_ms else finding.value_ms / floor_ms,
+        num_calls=finding.num_calls,
+    )
+
+
+_BOUNDS = {
+    "others_prefill": "interference", "others_decode": "interference", "queue": "queue",
+    "kv_memory": "KV memory", "overhead": "overhead", "reader": "slow reader",
+    "upload": "slow sender",
+}  # fmt: skip
+
+
+def _bound_name(finding: Finding, situation: Situation) -> str:
+    if finding.main in _BOUNDS:
+        return _BOUNDS[finding.main]
+    if finding.main == "decode":
+        return "bandwidth"  # a stream's own token is one row: it waits for the weights
+    return "compute" if _is_large(finding, situation.steps, situation.server) else "bandwidth"
+
+
+def _is_large(finding: Finding, steps: StepCosts | None, server: ServerFacts | None) -> bool:
+    """Whether the chunks of a prompt take longer by their tokens than by being steps at all."""
+    if steps is None or server is None:
+        return True
+    chunk = min(finding.prompt_tokens, server.max_batched_tokens)
+    return chunk * steps.token_s >= steps.base_s
+
+
+def _notes(situation: Situation, repeated_share: float) -> list[str]:
+    notes = []
+    if repeated_share >= _MANY_REPEATS:
+        prefill = max(
+            (f.share("prefill") for f in situation.findings if f.metric == "ttft"), default=0.0
+        )
+        notes.append(
+            f"{repeated_share:.0%} of the prompt tokens repeat how an earlier prompt began (a "
+            f"system prompt, a conversation), and are computed anew: computing the prompt is up to "
+            f"{prefill:.0%} of the TTFT"
+        )
+    for cause, text in (
+        ("reader", "clients that read slowly hold their streams up; the server cannot help"),
+        ("upload", "clients send their requests slowly; the server cannot help"),
+    ):
+        share = max((finding.share(cause) for finding in situation.findings), default=0.0)
+        if share >= _NOTABLE:
+            notes.append(f"{text} (up to {share:.0%} of a percentile)")
+    if situation.facts.percentiles:
+        notes.append(
+            "a summary has the percentiles of each part by itself: what a slow call is made of is "
+            "an estimate; the lines of `paceline bench --log FILE` have the calls"
+        )
+    if situation.server is None:
+        notes.append(
+            "what was recorded does not tell the server's options: levers need a server's address "
+            "or a file of `paceline trace`"
+        )
+    return notes

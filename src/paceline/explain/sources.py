@@ -1,0 +1,197 @@
+"""Reading facts: from a server, a trace, an access log, or what `paceline bench` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import PacelineError, ParameterError
+from paceline.explain.facts import CallFacts, Facts, Parts, ServerFacts, StepFacts
+from paceline.remote import fetch
+
+# Parts of a call that come before its first token; where a record has no parts of its TTFT.
+_BEFORE_FIRST = frozenset({
+    "receive", "parse", "template", "tokenise", "queue_budget", "prefill", "prefill_others",
+})  # fmt: skip
+
+
+def from_server(base: str, last_s: float) -> Facts:
+    """Return what the server at `base` did in its last `last_s` seconds."""
+    return from_trace(_object(fetch(f"{base}/v1/trace?last_s={last_s}"), base), base)
+
+
+def from_file(path: Path) -> Facts | None:
+    """Return the facts of a recording; None for a file that is no recording but a workload."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be read: {error.strerror}") from None
+    found = _whole(data)
+    if found is not None and "traceEvents" in found:
+        return from_trace(found, str(path))
+    if found is not None and "stages" in found:
+        return from_summary(found, str(path))
+    lines = [line for line in (_whole(text) for text in data.splitlines()) if line]
+    if any("parts_ms" in line for line in lines):
+        return from_access_log(lines, str(path))
+    if any(line.get("type") == "request" for line in lines):
+        return from_bench_log(lines, str(path))
+    return None
+
+
+def from_trace(trace: Mapping[str, Any], source: str) -> Facts:
+    """Return the facts of what /v1/trace answers and `paceline trace` saves."""
+    calls, steps, num_failed = [], [], 0
+    for event in trace["traceEvents"]:
+        details = event.get("args", {})
+        if "parts_ms" in details:
+            if details.get("outcome") == "ok":
+                calls.append(_call(details))
+            else:
+                num_failed += 1
+        elif "forward_ms" in details:
+            steps.append(_step(event, details))
+    server = trace.get("otherData", {}).get("paceline")
+    return Facts(
+        source=source,
+        calls=tuple(calls),
+        steps=tuple(steps),
+        server=None if server is None else msgspec.convert(server, ServerFacts),
+        num_failed=num_failed,
+    )
+
+
+def from_access_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
+    """Return the facts of a server's access log. It knows nothing of steps."""
+    lines = [line for line in lines if "parts_ms" in line]
+    answered = [line for line in lines if line.get("outcome") == "ok"]
+    calls = tuple(_call(line) for line in answered)
+    return Facts(source=source, calls=calls, num_failed=len(lines) - len(answered))
+
+
+def from_bench_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
+    """Return the facts of a bench's request lines, where the server told its parts.
+
+    The parts of a TTFT are not told: those that come before a first token are taken for it.
+    """
+    lines = [x for x in lines if x.get("type") == "request" and not x.get("warmup")]
+    answered = [line for line in lines if line.get("outcome") == "ok"]
+    calls = []
+    for line in answered:
+        parts: Parts = line.get("server_ms") or {}
+        _require_ledgers(parts, source)
+        calls.append(
+            CallFacts(
+                wall_ms=line["e2e_ms"],
+                ttft_ms=line["ttft_ms"],
+                parts=parts,
+                first_parts=_before_first(parts),
+                others_prefill_ms=parts.get("prefill_others", 0.0),
+                prompt_tokens=line.get("input_tokens") or 0,
+                completion_tokens=line.get("output_tokens") or 0,
+                began_at=line["scheduled_s"],
+            )
+        )
+    return Facts(source=source, calls=tuple(calls), num_failed=len(lines) - len(answered))
+
+
+def from_summary(summary: Mapping[str, Any], source: str) -> Facts:
+    """Return the facts of what `paceline bench --json` prints; of several stages, of the last."""
+    if not summary["stages"]:
+        raise ParameterError(f"{source} has no stage: the bench measured nothing")
+    stage = summary["stages"][-1]
+    requests, latency, told = (stage[name] for name in ("requests", "latency_ms", "server_ms"))
+    num_failed = requests["measured"] - requests["ok"]
+    if not latency["ttft"]["count"]:
+        return Facts(source=source, calls=(), num_failed=num_failed)
+    _require_ledgers(told, source)
+    percentiles = {}
+    num_tokens = _mean_output(stage)
+    for percentile in (50, 95, 99):
+        parts = {
+            name: figure[f"p{percentile}"]["value"]
+            for name, figure in told.items()
+            if figure["count"]
+        }
+        ttft_ms = latency["ttft"][f"p{percentile}"]["value"]
+        tpot_ms = latency["tpot"][f"p{percentile}"]["value"] if num_tokens > 1 else 0.0
+        percentiles[percentile] = CallFacts(
+            wall_ms=ttft_ms + tpot_ms * max(num_tokens - 1, 0),
+            ttft_ms=ttft_ms,
+            parts=parts,
+            first_parts=_before_first(parts),
+            others_prefill_ms=parts.get("prefill_others", 0.0),
+            prompt_tokens=0,
+            completion_tokens=num_tokens,
+        )
+    return Facts(
+        source=source,
+        calls=(),
+        percentiles=percentiles,
+        num_summed=requests["ok"],
+        num_failed=num_failed,
+    )
+
+
+def _mean_output(stage: Mapping[str, Any]) -> int:
+    """Return the tokens of an answer, on the mean; 1 where no answer has two."""
+    if not stage["latency_ms"]["tpot"].get("count"):
+        return 1
+    completed = stage["throughput"]["requests_per_s"]
+    each = stage["throughput"]["output_tokens_per_s"] / completed if completed else 2.0
+    return max(round(each), 2)
+
+
+def _before_first(parts: Parts) -> Parts:
+    return {name: ms for name, ms in parts.items() if name in _BEFORE_FIRST}
+
+
+def _require_ledgers(parts: Mapping[str, Any], source: str) -> None:
+    if "residual" not in parts:  # it is in every ledger of ours, and in nobody else's
+        raise ParameterError(
+            f"{source} has no parts of calls: run `paceline bench --server-timings` against a "
+            "Paceline server"
+        )
+
+
+def _call(details: Mapping[str, Any]) -> CallFacts:
+    return CallFacts(
+        wall_ms=details["wall_ms"],
+        ttft_ms=details["ttft_ms"],
+        parts=details["parts_ms"],
+        first_parts=details["ttft_parts_ms"] or {},
+        others_prefill_ms=details.get("blame", {}).get("prefill_ms", 0.0),
+        prompt_tokens=details["prompt_tokens"],
+        completion_tokens=details["completion_tokens"],
+        repeated_tokens=details.get("repeated_tokens", 0),
+        began_at=details["began_at"],
+    )
+
+
+def _step(event: Mapping[str, Any], details: Mapping[str, Any]) -> StepFacts:
+    tokens = details["tokens"]
+    return StepFacts(
+        num_tokens=sum(tokens.values()),
+        num_decode=tokens.get("decode", 0),
+        num_seqs=details["num_seqs"],
+        forward_s=details["forward_ms"] / 1e3,
+        duration_s=event["dur"] / 1e6,
+    )
+
+
+def _whole(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _object(text: bytes, source: str) -> dict[str, Any]:
+    found = _whole(text)
+    if found is None or "traceEvents" not in found:
+        raise PacelineError(f"{source} answers no trace: is it a Paceline server?")
+    return found

@@ -1,0 +1,321 @@
+"""`paceline explain` on servers that are slow in one known way: it must find that one.
+
+The models are sized so that the planted cause outweighs the rest by far; what is found comes from
+the ledgers, so that a busy machine makes everything longer and changes no answer.
+"""
+
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from paceline.cpu import default_num_threads
+from paceline.explain.causes import find
+from paceline.explain.report import explain, situation_of
+from paceline.explain.sources import from_server
+from tests.e2e.live import LiveServer, wait_until
+from tests.e2e.test_cli import paceline
+from tests.e2e.test_ledger import SmallBuffers
+from tests.tiny import random_model, write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Large enough that a step's arithmetic outweighs its Python: 1,000 tokens take 0.1 s."""
+    tiny = random_model(
+        "llama", hidden=192, inner=768, layers=3, heads=3, kv_heads=1, head_dim=64,
+        max_position_embeddings=8192,
+    )  # fmt: skip
+    return write_gguf(tiny, tmp_path_factory.mktemp("explain") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _caches_of_our_own(home, monkeypatch):
+    """Ceilings that are measured beside other tests are not for the user's cache."""
+    monkeypatch.setenv("PACELINE_HOME", str(home))
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(32, 250) for _ in range(num_tokens)]
+
+
+def ask(server: LiveServer, num_prompt: int, num_tokens: int, seed: int = 0) -> None:
+    body = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    server.complete(prompt(num_prompt, seed), **body)
+
+
+def together(*jobs) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def explained(server: LiveServer):
+    wait_until(lambda: server.engine.stats().num_running == 0)
+    time.sleep(0.1)  # the last call is booked a moment after its last byte
+    return explain(situation_of(from_server(f"http://127.0.0.1:{server.port}", 600), None))
+
+
+def bound_of(explanation, metric: str, percentile: int):
+    return next(
+        b for b in explanation.bounds if (b.metric, b.percentile) == (metric, percentile)
+    )  # fmt: skip
+
+
+def expected_of(advice, metric: str, percentile: int):
+    return next(
+        e for e in advice.expected if (e.metric, e.percentile) == (metric, percentile)
+    )  # fmt: skip
+
+
+def test_a_tiny_budget_is_told_by_its_many_small_steps(model):
+    with LiveServer(model, max_batched_tokens=4, kv_memory_bytes=2**24) as server:
+        for i in range(4):
+            ask(server, 400, 8, seed=i)
+        found = explained(server)
+    first = found.advice[0]
+    assert first.lever == "max-batched-tokens"
+    assert first.change == {"--max-batched-tokens": "512"}
+    assert "4 tokens a step" in first.why
+    assert bound_of(found, "ttft", 50).bound in ("bandwidth", "overhead")
+    effect = expected_of(first, "ttft", 50)
+    assert effect.after_ms < 0.7 * effect.before_ms
+
+
+def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
+    # One block a 16 tokens; the pool holds two of the four calls.
+    token_bytes = 2 * 3 * 64 * 2
+    with LiveServer(model, kv_memory_bytes=700 * token_bytes) as server:
+        together(*(lambda i=i: ask(server, 200, 120, seed=i) for i in range(4)))
+        found = explained(server)
+    assert bound_of(found, "ttft", 99).bound == "KV memory"
+    assert found.advice[0].lever == "kv-memory"
+    effect = expected_of(found.advice[0], "ttft", 99)
+    assert effect.after_ms < 0.6 * effect.before_ms
+
+
+def test_one_seat_is_told_by_the_queue_and_the_seats(model):
+    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+        together(*(lambda i=i: ask(server, 20, 150, seed=i) for i in range(4)))
+        found = explained(server)
+    assert bound_of(found, "ttft", 99).bound == "queue"
+    assert found.advice[0].lever == "max-num-seqs"
+    assert int(found.advice[0].change["--max-num-seqs"]) >= 4
+
+
+@pytest.mark.skipif(default_num_threads()[0] < 2, reason="there is one core")
+def test_one_thread_is_told_by_the_cores_that_are_idle(model):
+    with LiveServer(model, num_threads=1, kv_memory_bytes=2**24) as server:
+        for i in range(3):
+            ask(server, 800, 30, seed=i)
+        found = explained(server)
+    assert bound_of(found, "ttft", 50).cause == "prefill"
+    assert bound_of(found, "tpot", 50).cause == "decode"
+    assert found.advice[0].lever == "threads"
+    assert found.advice[0].change == {"--threads": str(default_num_threads()[0])}
+
+
+def test_a_huge_prompt_beside_streams_is_told_by_what_it_cost_them(model):
+    with LiveServer(model, kv_memory_bytes=2**26) as server:
+        streams = [lambda i=i: ask(server, 8, 600, seed=i) for i in range(3)]
+
+        def huge() -> None:
+            wait_until(lambda: server.stats().num_generated_tokens > 15)
+            for i in range(2):
+                ask(server, 6000, 1, seed=9 + i)
+
+        together(*streams, huge)
+        found = explained(server)
+    bound = bound_of(found, "tpot", 50)
+    assert (bound.bound, bound.cause) == ("interference", "others_prefill")
+    first = next(advice for advice in found.advice if expected_for(advice, "tpot"))
+    assert first.lever == "policy"
+    assert first.change["--policy"].startswith("slo:step_ms=")
+
+
+def expected_for(advice, metric: str) -> bool:
+    return any(e.metric == metric and e.after_ms < e.before_ms for e in advice.expected)
+
+
+def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(model):
+    with LiveServer(model, kv_memory_bytes=2**24, protocol=SmallBuffers) as server:
+        body = {"model": server.name, "prompt": prompt(8), "stream": True, "max_tokens": 300,
+                "logprobs": 20, "ignore_eos": True}  # fmt: skip
+        content = json.dumps(body).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(content) + content
+        )
+        begin = time.monotonic()
+        wait_until(lambda: server.stats().num_generated_tokens == 300, timeout_s=60)
+        time.sleep(3 * (time.monotonic() - begin))  # longer than all else together
+        while connection.recv(1 << 20):
+            pass
+        connection.close()
+        wait_until(lambda: server.calls)
+        found = explained(server)
+    assert bound_of(found, "tpot", 50).bound == "slow reader"
+    assert any("read slowly" in note for note in found.notes)
+    moved = [e for advice in found.advice for e in advice.expected if e.metric == "tpot"]
+    assert all(e.after_ms > 0.5 * e.before_ms for e in moved)
+
+
+def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
+    shared = prompt(1024, seed=77)
+    with LiveServer(model, kv_memory_bytes=2**25) as server:
+        for i in range(5):
+            body = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+            server.complete(shared + prompt(40, seed=i), **body)
+        found = explained(server)
+    assert bound_of(found, "ttft", 50).cause == "prefill"
+    assert found.repeated_share == pytest.approx(4 * 1024 / (5 * 1064))
+    assert any("repeat how an earlier prompt began" in note for note in found.notes)
+
+
+def test_what_differs_in_its_first_tokens_is_no_repeat(model):
+    with LiveServer(model, kv_memory_bytes=2**25) as server:
+        for i in range(3):
+            server.complete([40 + i, *prompt(600)], max_tokens=2, temperature=0)
+        found = explained(server)
+    assert found.repeated_share == 0
+    assert not any("repeat" in note for note in found.notes)
+
+
+# ---- the command ----
+
+
+@pytest.fixture(scope="module")
+def trace(model, tmp_path_factory):
+    """What a server with one seat did, saved by `paceline trace`."""
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+        together(*(lambda i=i: ask(server, 20, 400, seed=i) for i in range(4)))
+        explained(server)
+        done = paceline("trace", f"localhost:{server.port}", "-o", str(path))
+        assert done.returncode == 0, done.stderr
+        live = paceline("explain", f"localhost:{server.port}", "--json")
+    return path, json.loads(live.stdout)
+
+
+def test_a_saved_trace_tells_the_same_as_the_server(trace):
+    path, live = trace
+    saved = json.loads(paceline("explain", str(path), "--json").stdout)
+    for explanation in (live["explanation"], saved["explanation"]):
+        del explanation["source"]
+    assert saved == live
+
+
+def test_the_text_names_cause_lever_and_price(trace):
+    done = paceline("explain", str(trace[0]))
+    assert done.returncode == 0, done.stderr
+    for part in ("TTFT p99", "waiting for a seat", "1. --max-num-seqs", "Price:", "4 calls"):
+        assert part in done.stdout
+
+
+def test_a_change_is_verified_by_replaying_the_load(trace, model):
+    arguments = ("--model", str(model), "--verify", "--rounds", "1", "--json")
+    done = paceline("explain", str(trace[0]), *arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["explanation"]["bounds"][0]["floor_ms"] > 0
+    found = report["verification"]
+    assert (found["lever"], found["rounds"], found["num_calls"]) == ("max-num-seqs", 1, 4)
+    tail = next(
+        o for o in found["outcomes"] if (o["metric"], o["percentile"]) == ("ttft", 99)
+    )  # fmt: skip
+    # With a seat each nobody waits for another's whole answer any more.
+    assert tail["predicted_ms"] < tail["before_ms"]
+    assert tail["measured_ms"] < tail["before_ms"]
+
+
+def test_a_workload_is_run_and_explained(model, tmp_path):
+    work = tmp_path / "work.jsonl"
+    lines = [{"prompt": prompt(30, seed=i), "max_tokens": 60} for i in range(4)]
+    work.write_text("\n".join(map(json.dumps, lines)))
+    done = paceline(
+        "explain", str(work), "--model", str(model), "--serve", "--max-num-seqs 1", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["explanation"]
+    assert (found["num_calls"], found["server"]["max_num_seqs"]) == (4, 1)
+    assert found["advice"][0]["lever"] == "max-num-seqs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["127.0.0.1:1"], "is the server up"),
+        (["WORK"], "--model"),
+        (["TRACE", "--verify"], "--model"),
+        (["TRACE", "--serve", "--threads 1"], "--serve is for a workload"),
+        (["WORK", "--model", "MODEL", "--serve", "--threads"], "write pairs"),
+        (["TRACE", "--model", "OTHER"], "name the same model"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(arguments, message, trace, model, script_path,
+                                             tmp_path):  # fmt: skip
+    work = tmp_path / "work.jsonl"
+    work.write_text(json.dumps({"prompt": "a"}))
+    names = {"TRACE": trace[0], "WORK": work, "MODEL": model, "OTHER": script_path}
+    done = paceline("explain", *(str(names.get(a, a)) for a in arguments))
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_server_without_calls_has_nothing_to_explain(model):
+    with LiveServer(model, kv_memory_bytes=2**24) as server:
+        done = paceline("explain", f"localhost:{server.port}")
+    assert done.returncode == 1
+    assert "no answered call" in done.stderr
+
+
+def test_an_access_log_is_explained_without_levers(model, tmp_path):
+    from paceline.server.access_log import AccessLog
+
+    path = tmp_path / "calls.jsonl"
+    with LiveServer(model, kv_memory_bytes=2**24) as server:
+        ask(server, 50, 8)
+        wait_until(lambda: server.calls)
+        log = AccessLog(str(path))
+        log.write(server.calls[0])
+        log.close()
+        live = find(from_server(f"http://127.0.0.1:{server.port}", 60).calls, "ttft", 50)
+    report = json.loads(paceline("explain", str(path), "--json").stdout)["explanation"]
+    bound = report["bounds"][0]
+    assert live is not None
+    assert (bound["value_ms"], bound["cause"]) == (live.value_ms, live.main)
+    assert report["advice"] == []
+    assert any("paceline trace" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize("form", ["--json", "--log"])
+def test_what_a_bench_wrote_is_explained(model, tmp_path, form):
+    path = tmp_path / "bench"
+    arguments = ["--concurrency", "4", "--requests", "12", "--server-timings", "--workload",
+                 "synthetic:input=2,output=40", "--endpoint", "completions"]  # fmt: skip
+    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+        arguments += ["--target", f"localhost:{server.port}"]
+        arguments += ["--log", str(path)] if form == "--log" else ["--json"]
+        done = paceline("bench", *arguments)
+    assert done.returncode == 0, done.stderr
+    if form == "--json":
+        path.write_text(done.stdout)
+    found = json.loads(paceline("explain", str(path), "--json").stdout)["explanation"]
+    assert (found["num_calls"], found["num_failed"]) == (12, 0)
+    ttft = [bound["bound"] for bound in found["bounds"] if bound["metric"] == "ttft"]
+    assert ttft == ["queue"] * 3
+    assert any("estimate" in note for note in found["notes"]) == (form == "--json")

@@ -1,0 +1,135 @@
+"""The page in a real browser: a chat, its tokens' latency, keyboard, both colour schemes."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.live import TOKENIZER, ServeProcess
+from tests.tiny import successor_model, write_gguf
+
+pytestmark = pytest.mark.browser
+
+SCRIPT = Path(__file__).with_name("page.cjs")
+HOSTILE_ID = "<img src=x onerror=a()>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    node = shutil.which("node")
+    if chromium is None or node is None:
+        pytest.skip("chromium or node is not here: apt-get install chromium nodejs")
+    command = [node, "-e", f"require('module').createRequire({str(SCRIPT)!r})('playwright-core')"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(
+            "playwright-core is not here: npm install playwright-core, and set NODE_PATH to its "
+            "node_modules"
+        )
+    return node, chromium
+
+
+@pytest.fixture(scope="module")
+def seen(browser, tmp_path_factory):
+    """What the browser saw, and what the server says of the answer that it got."""
+    ids = TOKENIZER.byte_ids
+    model = successor_model(ids("\n<i>&\n"), ids("00"), max_position_embeddings=16384)
+    path = write_gguf(model, tmp_path_factory.mktemp("page") / "markup.gguf")
+    node, chromium = browser
+    with ServeProcess(path, "--kv-memory", "64M") as server:
+        server.client.post(
+            "/v1/completions",
+            json={"model": server.name, "prompt": "0" * 200, "max_tokens": 2000},
+            headers={"x-request-id": HOSTILE_ID},
+        )
+        result = subprocess.run(
+            [node, str(SCRIPT), f"http://127.0.0.1:{server.port}", HOSTILE_ID],
+            capture_output=True, text=True, timeout=400, env={**os.environ, "CHROMIUM": chromium},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        seen = json.loads(result.stdout)
+        seen["timeline"] = server.client.get(f"/v1/requests/{seen['id']}/timeline").json()
+    return seen
+
+
+def test_nothing_is_logged_and_nothing_is_asked_of_others(seen):
+    assert seen["errors"] == []
+    assert seen["console"] == []
+    assert seen["outside"] == []
+
+
+def test_markup_in_a_message_an_answer_and_an_id_is_text(seen):
+    assert seen["question"] == "<img src=x onerror=alert(1)>"
+    assert "".join(seen["answer"]) == "<i>&\n<i>&\n<i"
+    assert seen["who"].startswith(HOSTILE_ID)
+    assert seen["markup"] == 0
+
+
+def test_each_token_tells_what_it_cost(seen):
+    assert len(seen["answer"]) == 12
+    [choice] = seen["timeline"]["choices"]
+    step = [each for each in choice["steps"] if each["new_tokens"]][2]
+    took_ms = step["end_ms"] - step["begin_ms"]
+    title, *lines = seen["tip"]
+    assert title == "Token 3: “>”"
+    assert f"Step {step['step']} took {shown_ms(took_ms)}" in lines
+    assert any("after the token before" in line for line in lines)
+    assert "In the step: this token alone" in lines
+    assert "Chosen by the model, not drafted" in lines
+
+
+def test_the_waterfall_has_every_part_and_sums_to_the_wall_time(seen):
+    call = seen["timeline"]
+    rows = dict(seen["waterfall"])
+    assert sum(rows.values()) == pytest.approx(call["wall_ms"])
+    for part, value in call["parts_ms"].items():
+        if value >= 0.005 * call["wall_ms"]:
+            assert rows[part] == pytest.approx(value)
+    assert seen["sum"] == shown_ms(call["wall_ms"])
+    assert seen["sumFirst"] == shown_ms(call["ttft_ms"])
+
+
+def shown_ms(value):
+    """The page's way to write milliseconds, with a space that does not break."""
+    if value >= 1000:
+        return f"{value / 1000:.{1 if value >= 10000 else 2}f}\u00a0s"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f}\u00a0ms"
+
+
+def test_tab_goes_through_the_controls_in_the_order_of_the_page(seen):
+    assert seen["tabs"] == [
+        "skip", "pause", "message", "temperature", "top_p", "max_tokens", "send", "wall", "link",
+    ]  # fmt: skip
+    assert seen["unnamed"] == 0
+
+
+def test_an_answer_is_one_tab_stop_and_the_arrow_keys_walk_in_it(seen):
+    assert seen["tabStops"] == 1
+    assert seen["described"] == "tip"
+    assert seen["tipAfterEscape"] is False
+
+
+def test_stop_ends_the_answer(seen):
+    assert seen["stopped"].endswith("aborted")
+
+
+def test_a_slow_request_opens_in_the_panel_which_gets_the_focus(seen):
+    assert "200 tokens in, 2000 out" in seen["who"]
+    assert seen["focusAfterOpen"] == "inspect-title"
+
+
+def test_the_live_figures_are_drawn_and_stop_when_paused(seen):
+    assert seen["charts"] == 4
+    assert {"First token", "Next token", "Running", "KV memory"} <= seen["tiles"].keys()
+    assert "ms" in seen["tiles"]["Next token"]
+    assert (seen["pressed"], seen["askedWhilePaused"]) == ("true", 0)
+
+
+def test_the_page_fits_a_phone_and_follows_the_colour_scheme_and_the_wish_for_calm(seen):
+    light, dark = seen["light"], seen["dark"]
+    assert light["width"] == dark["width"] == 360
+    assert light["background"] != dark["background"]
+    assert (light["moves"], dark["moves"]) == ("0.4s", "0s")

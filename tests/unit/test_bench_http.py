@@ -1,0 +1,152 @@
+"""The bench's HTTP client: when packets came, and how connections end."""
+
+import asyncio
+import socket
+import struct
+import threading
+import time
+
+import pytest
+
+from paceline.bench import packets
+from paceline.bench.answer import Answer
+from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
+from paceline.bench.program import _new_loop
+from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady
+
+BODY = b'{"stream":true}'
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, _new_loop])
+def run(request):
+    """Runs a coroutine in the loop of Python, and in that of the bench (uvloop, if installed)."""
+
+    def run(coroutine):
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            found = runner.run(coroutine)
+        assert not packets._Poll._polls
+        return found
+
+    return run
+
+
+async def ask(url: str, answer: Answer, body: bytes = BODY) -> float:
+    origin = Origin.parse(url)
+    request = request_bytes(origin, "POST", "/chat/completions", {}, body)
+    async with asyncio.timeout(10):
+        return await send(origin, request, answer)
+
+
+def serve_once(reply: bytes) -> str:
+    """Return the address of a server that writes `reply` whatever it is asked, and closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(reply)
+        connection.close()
+        listener.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loop(run):
+    script = Script(((0, ROLE), (150, delta(content="a")), (500, FINISH + DONE)))
+
+    async def ask_late(url: str, answer: Answer) -> None:
+        asking = asyncio.create_task(ask(url, answer))
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # the text comes meanwhile
+        await asking
+
+    with FakeServer(lambda number, body: script) as server:
+        answer = Answer(keeps_text=True)
+        run(ask_late(server.url, answer))
+    assert answer.text == "a"
+    (arrival,) = answer.arrivals
+    assert arrival - server.served[0].written_at[1] == pytest.approx(0, abs=0.05)
+
+
+def test_an_answer_ends_with_its_last_packet_and_its_times_rise(run):
+    with FakeServer(lambda number, body: steady(ttft_ms=20, gap_ms=10, tokens=5)) as server:
+        answer = Answer(keeps_text=True)
+        ended_at = run(ask(server.url, answer))
+    times = [answer.connected_at, answer.first_byte_at, *answer.arrivals, ended_at]
+    assert times == sorted(times)
+    assert ended_at - server.served[0].written_at[-1] == pytest.approx(0, abs=0.05)
+
+
+def test_a_clock_that_was_set_back_makes_no_packet_younger_than_its_reading():
+    def told(moment: float) -> list[tuple[int, int, bytes]]:
+        value = struct.pack("@ll", int(moment), int(moment % 1 * 1e9))
+        return [(socket.SOL_SOCKET, packets._SO_TIMESTAMPNS, value)]
+
+    assert packets._age_s(told(time.time() - 5)) == pytest.approx(5, abs=0.5)
+    assert packets._age_s(told(time.time() + 5)) == 0
+    assert packets._age_s([]) == 0
+
+
+def test_a_clock_that_was_set_forward_puts_no_packet_before_the_connection(run, monkeypatch):
+    monkeypatch.setattr(packets, "_age_s", lambda ancillary: 3600.0)
+    with FakeServer(lambda number, body: steady(ttft_ms=5, gap_ms=1, tokens=2)) as server:
+        answer = Answer(keeps_text=True)
+        run(ask(server.url, answer))
+    assert list(answer.arrivals) == [answer.connected_at] * len(answer.arrivals)
+
+
+def test_a_body_without_a_length_ends_with_its_connection(run):
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    answer = Answer(keeps_text=True)
+    run(ask(serve_once(head + delta(content="a") + FINISH), answer))
+    assert (answer.text, answer.finish_reason) == ("a", "stop")
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (b"", "connection lost"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", "connection lost"),
+        (b"nonsense\r\n\r\n", "no HTTP"),
+    ],
+)
+def test_a_response_that_is_none_or_not_whole_is_a_broken_connection(run, reply, reason):
+    with pytest.raises(ConnectionBrokenError, match=reason):
+        run(ask(serve_once(reply), Answer(keeps_text=False)))
+
+
+def test_a_port_where_nobody_listens_cannot_be_connected_to(run):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionBrokenError, match="cannot connect"):
+        run(ask(f"http://127.0.0.1:{port}", Answer(keeps_text=False)))
+
+
+def test_a_server_that_leaves_while_a_long_request_is_sent_ends_the_request(run):
+    with pytest.raises(ConnectionBrokenError, match="connection lost"):
+        run(ask(serve_once(b""), Answer(keeps_text=False), b"x" * 50_000_000))
+
+
+def test_a_cancelled_request_closes_its_connection(run):
+    async def leave(server: FakeServer) -> None:
+        asking = asyncio.create_task(ask(server.url, Answer(keeps_text=False)))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0.02)
+            if server.served[0].left_at is not None:
+                return
+        pytest.fail("the server still waits")
+
+    hanging = Script(((0, ROLE),), end="hang")
+    with FakeServer(lambda number, body: hanging) as server:
+        run(leave(server))
+
+
+def test_a_reset_is_a_broken_connection_at_once(run):
+    script = Script(((0, ROLE), (20, delta(content="a"))), end="reset")
+    with FakeServer(lambda number, body: script) as server:
+        for _ in range(5):
+            with pytest.raises(ConnectionBrokenError, match="reset by peer"):
+                run(ask(server.url, Answer(keeps_text=False)))

@@ -1,0 +1,143 @@
+"""Machine and Ceilings: reading what the system tells, and keeping what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.measure import ceilings as module
+from paceline.measure.ceilings import (
+    Cache,
+    Ceilings,
+    ReadSpeed,
+    find_ceilings,
+    known_ceilings,
+    read_caches,
+    thread_counts,
+)
+from paceline.measure.machine import Machine, busy_cores, cpu_model
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """The thread counts that were measured; measuring is planted and its cache is empty."""
+    counts: list[int] = []
+
+    def measure_all(wanted, *, on_probe):
+        counts.extend(wanted)
+        return [ceilings_of(n) for n in wanted]
+
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "measure_all", measure_all)
+    monkeypatch.setattr(module, "read_busy_cores", lambda: 0.5)
+    return counts
+
+
+def ceilings_of(num_threads: int) -> Ceilings:
+    return Ceilings(
+        num_threads=num_threads,
+        int8_macs_s=4e9 * num_threads,
+        bf16_macs_s=None,
+        f32_macs_s=1e9 * num_threads,
+        reads=(
+            ReadSpeed(level="L1", capacity=100, bytes_s=9.0),
+            ReadSpeed(level="memory", capacity=1000, bytes_s=2.0),
+        ),
+    )
+
+
+def test_what_was_measured_once_is_kept(measured):
+    assert known_ceilings() is None
+    first = find_ceilings(1)
+    assert first.busy_cores == 0.5
+    del measured[:]
+    assert find_ceilings(1) == first
+    assert known_ceilings() == first
+    assert measured == []
+
+
+def test_refresh_measures_again(measured):
+    find_ceilings(1)
+    del measured[:]
+    find_ceilings(1, refresh=True)
+    assert 1 in measured
+
+
+def test_only_a_thread_count_that_is_missing_is_measured(measured):
+    known = find_ceilings(1)
+    del measured[:]
+    found = find_ceilings(77)
+    assert measured == [77]
+    assert found.at(77) == ceilings_of(77)
+    assert found.at(1) == known.at(1)
+
+
+def test_another_machine_is_another_measurement(measured, monkeypatch):
+    find_ceilings(1)
+    other = Machine(cpu="another", num_cores=1, quota=None, isa="avx2", version="0")
+    assert known_ceilings(other) is None
+
+
+def test_a_broken_file_is_measured_again(measured, tmp_path):
+    find_ceilings(1)
+    (file,) = (tmp_path / "machine").iterdir()
+    file.write_text("{")
+    del measured[:]
+    find_ceilings(1)
+    assert 1 in measured
+
+
+def test_a_folder_that_cannot_be_written_costs_no_more_than_a_line(measured, monkeypatch, caplog):
+    monkeypatch.setenv("PACELINE_HOME", "/proc/nowhere")
+    assert find_ceilings(1).at(1) == ceilings_of(1)
+    assert "measured again" in caplog.text
+
+
+def test_a_working_set_is_read_from_the_smallest_level_that_holds_it():
+    ceilings = ceilings_of(1)
+    speeds = [ceilings.read_bytes_s(size) for size in (1, 100, 101, 1000, 10**9)]
+    assert speeds == [9.0, 9.0, 2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"), [(1, [1]), (3, [1, 2, 3]), (6, [1, 2, 3, 4, 6]), (8, [1, 2, 3, 4, 8])]
+)
+def test_few_thread_counts_tell_enough(cores, counts):
+    assert thread_counts(cores) == counts
+
+
+def test_caches_are_read_from_the_system(tmp_path):
+    for i, (level, kind, size, shared) in enumerate([
+        (1, "Data", "32K", "0"), (1, "Instruction", "64K", "0"), (3, "Unified", "16M", "0-3,8"),
+    ]):  # fmt: skip
+        folder = tmp_path / f"index{i}"
+        folder.mkdir()
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(f"{value}\n")
+        (folder / "shared_cpu_list").write_text(f"{shared}\n")
+    assert read_caches(tmp_path) == [
+        Cache(level="L1", num_bytes=32 * 2**10, num_sharing=1),
+        Cache(level="L3", num_bytes=16 * 2**20, num_sharing=5),
+    ]
+
+
+def test_where_the_system_says_nothing_caches_are_the_usual_ones(tmp_path):
+    assert [cache.level for cache in read_caches(tmp_path / "none")] == ["L1", "L2"]
+
+
+def test_a_cpu_has_a_name_also_where_the_kernel_knows_none(tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: Zen 3\n\nmodel name\t: other\n")
+    assert cpu_model(file) == "Zen 3"
+    file.write_text("processor : 0\nCPU implementer : 0x41\nCPU part : 0xd0c\n")
+    assert cpu_model(file) == "0x41 0xd0c"
+    assert cpu_model(tmp_path / "none")
+
+
+def test_busy_cores_are_the_time_that_was_not_idle():
+    # user nice system idle iowait irq softirq steal
+    before = "cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 2\ncpu1 1 2\nintr 5\n"
+    after = "cpu  140 0 60 830 60 0 10 0 0 0\ncpu0 1 2\ncpu1 1 2\nintr 6\n"
+    assert busy_cores(before, after) == pytest.approx(2 * 60 / 100)
+    assert busy_cores(before, before) == 0.0

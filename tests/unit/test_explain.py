@@ -1,0 +1,400 @@
+"""Explaining planted ledgers: causes, percentiles, the cost of steps, levers, sources."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+
+from paceline.cli.explain import installed_model, read_options
+from paceline.cli.serve import serve
+from paceline.errors import PacelineError, ParameterError
+from paceline.explain.causes import WORDS, find, gather, tpot_causes
+from paceline.explain.costs import Situation, StepCosts, fit_steps, scaled_costs
+from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
+from paceline.explain.levers import LEVERS, options_of
+from paceline.explain.replay import plan_of_file, plan_of_run
+from paceline.explain.report import advise, explain, situation_of
+from paceline.explain.sources import from_file
+from paceline.explain.verify import pool
+from paceline.measure.ledger import Part
+from paceline.measure.machine import Machine
+from paceline.measure.repeats import PromptRepeats
+from paceline.measure.step_table import Curve, StepTable
+
+SERVER = ServerFacts(
+    model="m", isa="avx2", num_threads=2, machine_threads=2, max_num_seqs=8,
+    max_batched_tokens=512, max_model_len=4096, block_size=16, num_blocks=1000, kv_dtype="f16",
+    kv_token_bytes=1024, weight_bytes=4_500_000, num_parameters=8_000_000, policy="fcfs",
+)  # fmt: skip
+MACHINE = Machine(cpu="c", num_cores=2, quota=None, isa="avx2", version="0")
+# 10 ms a step and 1 ms a token, exactly.
+STEPS = tuple(
+    StepFacts(num_tokens=n, num_decode=1, num_seqs=1, forward_s=0.0, duration_s=0.010 + n * 0.001)
+    for n in (1, 1, 4, 64, 64, 512)
+)
+
+
+def call(
+    first: dict[str, float],
+    after: dict[str, float],
+    *,
+    num_prompt: int = 100,
+    num_tokens: int = 11,
+    others_prefill_ms: float = 0.0,
+    began_at: float = 0.0,
+    repeated: int = 0,
+) -> CallFacts:
+    """A call whose parts are those of its TTFT and those of what came after."""
+    parts = {name: first.get(name, 0) + after.get(name, 0) for name in {*first, *after}}
+    return CallFacts(
+        wall_ms=sum(parts.values()),
+        ttft_ms=sum(first.values()),
+        parts=parts,
+        first_parts=first,
+        others_prefill_ms=others_prefill_ms,
+        prompt_tokens=num_prompt,
+        completion_tokens=num_tokens,
+        repeated_tokens=repeated,
+        began_at=began_at,
+    )
+
+
+def situation(*calls: CallFacts, steps=STEPS, **server) -> Situation:
+    facts = Facts(
+        source="x", calls=calls, steps=steps, server=ServerFacts(**{**as_dict(SERVER), **server})
+    )
+    return situation_of(facts, None)
+
+
+def as_dict(server: ServerFacts) -> dict:
+    return {name: getattr(server, name) for name in server.__struct_fields__}
+
+
+def advice(situation: Situation, lever: str):
+    return next((a for a in advise(situation) if a.lever == lever), None)
+
+
+def after(found, metric: str, percentile: int) -> float:
+    return next(
+        e.after_ms for e in found.expected if (e.metric, e.percentile) == (metric, percentile)
+    )  # fmt: skip
+
+
+# ---- causes ----
+
+
+def test_every_part_of_the_ledger_has_one_cause_and_none_is_lost():
+    parts = {part.label: float(part + 1) for part in Part} | {"residual": 0.5}
+    causes = gather(parts)
+    assert sum(causes.values()) == sum(parts.values())
+    assert set(causes) <= set(WORDS)
+
+
+def test_a_token_after_the_first_has_what_the_first_had_not():
+    one = call({"prefill": 50, "queue_budget": 20}, {"decode": 100, "sample": 10}, num_tokens=11)
+    assert tpot_causes(one) == {"prefill": 0, "queue": 0, "decode": 10, "overhead": 1,
+                                "others_decode": 0, "others_prefill": 0}  # fmt: skip
+    assert one.tpot_ms == pytest.approx(11)
+
+
+def test_what_others_cost_a_stream_is_divided_by_its_blame():
+    one = call({"prefill_others": 30}, {"decode_others": 100}, others_prefill_ms=90)
+    causes = tpot_causes(one)
+    # 30 of the blame were in the TTFT: 60 of the 100 are prompts, 40 are tokens.
+    assert (causes["others_prefill"], causes["others_decode"]) == (6.0, 4.0)
+
+
+def test_a_percentile_is_its_ranks_value_and_its_causes_sum_to_it():
+    calls = [call({"prefill": i, "queue_budget": 2 * i}, {}) for i in range(1, 101)]
+    for percentile, value in ((50, 3 * 51), (95, 3 * 95), (99, 3 * 99)):
+        found = find(calls, "ttft", percentile)
+        assert found.value_ms == value
+        assert sum(found.causes.values()) == pytest.approx(value)
+        assert found.main == "queue"
+        assert found.share("queue") == pytest.approx(2 / 3)
+
+
+def test_the_tail_can_have_another_cause_than_the_median():
+    calls = [call({"prefill": 10}, {}) for _ in range(95)]
+    calls += [call({"prefill": 10, "queue_kv": 500}, {}) for _ in range(5)]
+    assert find(calls, "ttft", 50).main == "prefill"
+    assert find(calls, "ttft", 99).main == "kv_memory"
+
+
+def test_answers_of_one_token_have_no_tpot():
+    assert find([call({"prefill": 1}, {}, num_tokens=1)], "tpot", 50) is None
+
+
+# ---- costs ----
+
+
+def test_the_line_through_steps_is_found():
+    costs = fit_steps(STEPS)
+    assert costs.base_s == pytest.approx(0.010)
+    assert costs.token_s == pytest.approx(0.001)
+    assert costs.prefill_s(1000, 100) == pytest.approx(10 * 0.010 + 1.0)
+
+
+def test_a_stall_bends_the_line_little():
+    stalled = (*STEPS * 5, StepFacts(num_tokens=1, num_decode=1, num_seqs=1, forward_s=0,
+                                     duration_s=5.0))  # fmt: skip
+    assert fit_steps(stalled).base_s == pytest.approx(0.010, rel=0.1)
+
+
+def test_steps_of_one_size_tell_no_line():
+    assert fit_steps(STEPS[:2]) is None
+    assert fit_steps(()) is None
+
+
+def test_costs_are_never_negative():
+    falling = [
+        StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=0, duration_s=s)
+        for n, s in ((1, 0.02), (64, 0.01))
+    ]
+    found = fit_steps(falling)
+    assert min(found.base_s, found.token_s) >= 0
+
+
+# ---- levers ----
+
+
+def test_every_change_is_an_option_of_serve():
+    alone = typer.Typer()
+    alone.command()(serve)
+    known = {name for param in typer.main.get_command(alone).params for name in param.opts}
+    calls = [
+        call({"queue_kv": 100, "queue_budget": 100, "prefill": 100, "prefill_others": 200},
+             {"decode": 100, "decode_others": 200}, others_prefill_ms=300)
+    ]  # fmt: skip
+    full = tuple(
+        StepFacts(num_tokens=n, num_decode=8, num_seqs=8, forward_s=0, duration_s=0.01 + n / 1e3)
+        for n in (8, 100)
+    )
+    options = dict(kv_dtype="f32", block_size=64, num_threads=1, max_batched_tokens=300)
+    proposed = situation(*calls, steps=full, **options)
+    changes = [lever(proposed) for lever in LEVERS.values()]
+    flags = {flag for proposal in changes if proposal for flag in proposal.change}
+    assert {"--threads", "--kv-memory", "--max-batched-tokens", "--policy", "--max-num-seqs",
+            "--block-size", "--kv-dtype"} == flags  # fmt: skip
+    assert flags <= known
+    assert set(options_of(SERVER)) <= known
+
+
+def test_a_larger_budget_saves_the_steps_that_it_spares():
+    one = call({"prefill": 600, "engine": 40}, {"decode": 100}, num_prompt=512)
+    found = advice(situation(one, max_batched_tokens=16), "max-batched-tokens")
+    # 32 steps and 512 tokens cost 832 ms, one step 522 ms.
+    assert after(found, "ttft", 50) == pytest.approx(640 * 522 / 832)
+    assert advice(situation(one, max_batched_tokens=512), "max-batched-tokens") is None
+
+
+def test_kv_memory_takes_away_what_its_lack_cost_but_not_the_prompts():
+    one = call({"prefill": 50, "queue_kv": 450}, {"decode": 100, "recompute": 600})
+    found = advice(situation(one, num_blocks=8), "kv-memory")
+    # It waited for 3/8 of the run: so many more prompts of 50 ms are met, all by the tail.
+    assert after(found, "ttft", 99) == pytest.approx(50 + 0.375 * 50)
+    assert after(found, "ttft", 50) == pytest.approx(50 + 0.375 * 50 / 2)
+    slower = (10 + 1.375) / (10 + 1)
+    assert after(found, "tpot", 50) == pytest.approx(10 * slower + 0.375 * 50 / 11)
+    # The longest of the calls for each seat: 111 tokens are 7 blocks.
+    assert found.change == {"--kv-memory": "1M"}
+
+
+def test_a_bound_on_steps_is_above_what_the_streams_need():
+    one = call({"prefill": 10}, {"decode": 200, "decode_others": 4000}, num_tokens=101,
+               others_prefill_ms=4000)  # fmt: skip
+    found = advice(situation(one), "policy")
+    assert found.change == {"--policy": "slo:step_ms=27"}  # 17 tokens take 27 ms
+    assert after(found, "tpot", 99) == 27
+    assert advice(situation(one, policy="slo:step_ms=50"), "policy") is None
+
+
+def test_seats_help_those_that_wait_for_them_and_slow_the_others():
+    calls = [call({"queue_budget": 900, "prefill": 100}, {"decode": 100}) for _ in range(4)]
+    full = tuple(
+        StepFacts(num_tokens=n, num_decode=1, num_seqs=1, forward_s=0, duration_s=0.01 + n / 1e3)
+        for n in (1, 100)
+    )
+    found = advice(situation(*calls, steps=full, max_num_seqs=1), "max-num-seqs")
+    assert int(found.change["--max-num-seqs"]) >= 4
+    assert after(found, "ttft", 50) < 300
+    assert after(found, "tpot", 50) > 10
+    empty = situation(*calls, max_num_seqs=8)  # steps of one sequence: seats were free
+    assert advice(empty, "max-num-seqs") is None
+
+
+def test_threads_are_advised_only_where_cores_are_idle():
+    one = call({"prefill": 100}, {"decode": 100})
+    found = advice(situation(one, num_threads=1, machine_threads=4), "threads")
+    assert found.change == {"--threads": "4"}
+    assert after(found, "ttft", 50) == 25
+    assert advice(situation(one), "threads") is None
+
+
+def test_another_format_comes_after_every_option():
+    one = call({"prefill": 100, "queue_kv": 10}, {"decode": 1000})
+    found = advise(situation(one, weight_bytes=32_000_000))
+    assert [a.lever for a in found] == ["kv-memory", "format"]
+    assert found[1].change == {}
+    assert after(found[1], "tpot", 50) == pytest.approx(100 * 4.6 / 32)
+    assert advice(situation(one), "format") is None  # 4.5 bits already
+
+
+def test_a_quiet_server_is_advised_nothing():
+    found = explain(situation(call({"prefill": 100}, {"decode": 100})))
+    assert found.advice == ()
+    assert [b.bound for b in found.bounds] == ["compute"] * 3 + ["bandwidth"] * 3
+
+
+def test_without_a_server_no_lever_pulls():
+    facts = Facts(source="x", calls=(call({"queue_kv": 100}, {"decode": 100}),))
+    found = explain(situation_of(facts, None))
+    assert found.bounds[0].bound == "KV memory"
+    assert found.advice == ()
+    assert "paceline trace" in found.notes[0]
+
+
+def test_no_answered_call_is_an_error_with_the_remedy():
+    with pytest.raises(PacelineError, match=r"no answered call .3 others.*--last"):
+        situation_of(Facts(source="x", calls=(), num_failed=3), None)
+
+
+# ---- sources and plans ----
+
+
+def test_a_bench_log_is_read_with_the_parts_that_the_server_told(tmp_path):
+    path = tmp_path / "log.jsonl"
+    line = {
+        "type": "request", "warmup": False, "outcome": "ok", "e2e_ms": 300.0, "ttft_ms": 100.0,
+        "input_tokens": 50, "output_tokens": 21, "scheduled_s": 1.0,
+        "server_ms": {"prefill": 60.0, "queue_budget": 35.0, "decode": 180.0, "residual": 0.1},
+    }  # fmt: skip
+    lines = [line, {**line, "warmup": True}, {**line, "outcome": "timeout"}, {"type": "summary"}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    facts = from_file(path)
+    assert (len(facts.calls), facts.num_failed) == (1, 1)
+    assert facts.calls[0].first_parts == {"prefill": 60.0, "queue_budget": 35.0}
+    assert find(facts.calls, "tpot", 50).main == "decode"
+    line["server_ms"] = {"dur": 5.0}
+    path.write_text(json.dumps(line))
+    with pytest.raises(ParameterError, match="--server-timings"):
+        from_file(path)
+
+
+def test_a_summary_of_nothing_is_refused(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({"version": 1, "stages": []}, indent=2))
+    with pytest.raises(ParameterError, match="no stage"):
+        from_file(path)
+
+
+def test_a_workload_is_no_recording(tmp_path):
+    path = tmp_path / "work.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}\n')
+    assert from_file(path) is None
+    (planned,) = plan_of_file(path)
+    assert (planned.route, planned.at_s) == ("/chat/completions", None)
+    assert planned.body["max_tokens"] == 3
+
+
+def test_a_trace_of_lengths_is_planned_at_its_times(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"at_s": 5, "input_length": 7, "output_length": 9}\n{"at_s": 6.5}\n')
+    first, second = plan_of_file(path)
+    assert (len(first.body["prompt"]), first.body["max_tokens"], first.at_s) == (7, 9, 0.0)
+    assert second.at_s == 1.5
+    path.write_text("nonsense")
+    with pytest.raises(ParameterError):
+        plan_of_file(path)
+
+
+def test_a_run_is_planned_with_its_lengths_and_times_and_other_tokens():
+    calls = [call({"prefill": 1}, {}, num_prompt=n, began_at=100.0 + n) for n in (5, 3)]
+    first, second = plan_of_run(Facts(source="x", calls=tuple(calls)))
+    assert [len(p.body["prompt"]) for p in (first, second)] == [3, 5]
+    assert [p.at_s for p in (first, second)] == [0.0, 2.0]
+    assert first.body["prompt"] != second.body["prompt"][:3]
+
+
+def test_rounds_are_pooled():
+    one = call({"prefill": 1000}, {}, began_at=70.0)
+    facts = Facts(source="x", calls=(one,), steps=STEPS, num_failed=1)
+    together = pool([facts, facts])
+    assert (len(together.calls), len(together.steps), together.num_failed) == (2, 12, 2)
+    # Between two rounds another server ran: that time is nobody's.
+    assert [c.began_at for c in together.calls] == [0.0, 1.0]
+
+
+def test_options_of_serve_are_pairs():
+    assert read_options("--max-num-seqs 2 --threads 1") == {
+        "--max-num-seqs": "2", "--threads": "1",
+    }  # fmt: skip
+    assert list(read_options("")) == ["--threads"]
+    for text in ("--no-ledger", "max-num-seqs 2"):
+        with pytest.raises(ParameterError, match="pairs"):
+            read_options(text)
+
+
+def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    served = ServerFacts(**{**as_dict(SERVER), "model": "smollm2-135m"})
+    for source, server in (
+        ("http://10.0.0.5:8000", served),  # another machine
+        ("trace.json", served),
+        ("http://127.0.0.1:8000", SERVER),  # no model of the catalogue
+        ("http://127.0.0.1:8000", served),  # not installed, and no ceilings are known
+        ("http://127.0.0.1:8000", None),
+    ):
+        assert installed_model(Facts(source=source, calls=(), server=server)) is None
+
+
+# ---- repeats ----
+
+
+def test_only_a_common_beginning_of_whole_blocks_is_a_repeat():
+    repeats = PromptRepeats()
+    shared = list(range(100))
+    assert repeats.see([*shared, *range(500, 600)]) == 0
+    assert repeats.see([*shared, *range(700, 800)]) == 96
+    assert repeats.see([1, *shared]) == 0  # shifted
+    assert repeats.see(shared[32:]) == 0  # the middle of one is no beginning
+    assert repeats.see(shared) == 96
+    assert repeats.see([]) == 0
+
+
+def test_old_beginnings_are_forgotten_first():
+    repeats = PromptRepeats(max_blocks=2)
+    first, second, third = ([i] * 32 for i in range(3))
+    repeats.see(first)
+    repeats.see(second)
+    repeats.see(first)
+    repeats.see(third)
+    assert repeats.see(first) == 32
+    assert repeats.see(second) == 0
+
+
+def test_a_step_cost_is_a_line():
+    assert StepCosts(base_s=1.0, token_s=0.5).step_s(4) == 3.0
+
+
+def test_a_known_table_is_scaled_to_the_steps_that_ran():
+    curve = Curve(kind="prefill", context=0, points=((1, 0.01), (8, 0.02), (256, 0.2), (512, 0.6)))
+    decode = Curve(kind="decode", context=0, points=((1, 0.01), (4, 0.013)))
+    table = StepTable(
+        model="m", machine=MACHINE, num_threads=2, kv_dtype="f16", block_size=16,
+        curves=(curve, decode),
+    )  # fmt: skip
+    slow = [
+        StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=0, duration_s=s)
+        for n, s in ((1, 0.02), (8, 0.04), (8, 9.0), (8, 0.04))
+    ]
+    costs = scaled_costs(table, slow)
+    assert costs.scale == pytest.approx(2.0)
+    # A line through steps of 1 and 8 tokens would expect a step of 512 to take 1.5 s.
+    assert costs.prefill_s(512, 512) == pytest.approx(1.2)
+    assert costs.chunk_s(8) == pytest.approx(0.04)
+    assert costs.step_s(4) == pytest.approx(0.026)

@@ -1,0 +1,250 @@
+"""The second tier: blocks on disk, what breaks them, who may write, and when they are worth it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.engine.kv_tier import KVTier, open_tier
+from paceline.engine.kv_tier_disk import DiskStore
+from paceline.errors import ParameterError
+
+BLOCK = 4096
+TOKENS = bytes(range(64))
+
+
+def open_store(path: Path, max_bytes: int = 2**20) -> DiskStore:
+    store = DiskStore(path, max_bytes=max_bytes, block_bytes=BLOCK)
+    store.settle()
+    return store
+
+
+def block(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, BLOCK, np.uint8)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(2, "big") * 16
+
+
+def put(store: DiskStore, *numbers: int) -> None:
+    for number in numbers:
+        assert store.put(key(number), TOKENS, block(number))
+        store.settle()
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("??/*"))
+
+
+def test_a_block_comes_back_as_it_was_also_in_another_process_later(tmp_path):
+    store = open_store(tmp_path)
+    put(store, 1, 2)
+    np.testing.assert_array_equal(store.get(key(1), TOKENS), block(1))
+    store.close(5)
+    again = open_store(tmp_path)
+    for number in (1, 2):
+        assert key(number) in again
+        np.testing.assert_array_equal(again.get(key(number), TOKENS), block(number))
+    assert again.get(key(3), TOKENS) is None
+    again.close(5)
+
+
+@pytest.mark.parametrize("harm", ["cut", "longer", "flipped", "empty", "another's"])
+def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path, harm):
+    store = open_store(tmp_path)
+    put(store, 1, 2)
+    [path, other] = files(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes({
+        "cut": data[:-1],
+        "longer": data + b"x",
+        "flipped": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        "empty": b"",
+        "another's": other.read_bytes(),
+    }[harm])  # fmt: skip
+    assert store.get(key(1), TOKENS) is None
+    assert key(1) not in store
+    assert not path.exists()
+    np.testing.assert_array_equal(store.get(key(2), TOKENS), block(2))
+    put(store, 1)
+    np.testing.assert_array_equal(store.get(key(1), TOKENS), block(1))
+    store.close(5)
+
+
+def test_equal_keys_of_other_tokens_are_a_miss(tmp_path):
+    store = open_store(tmp_path)
+    put(store, 1)
+    assert store.get(key(1), TOKENS[::-1]) is None
+    store.close(5)
+
+
+def test_a_file_that_somebody_removed_is_a_miss(tmp_path):
+    store = open_store(tmp_path)
+    put(store, 1)
+    files(tmp_path)[0].unlink()
+    assert store.get(key(1), TOKENS) is None
+    store.close(5)
+
+
+def test_the_size_is_a_bound_and_the_least_recently_used_goes_first(tmp_path):
+    store = open_store(tmp_path, max_bytes=4 * (BLOCK + 200))
+    put(store, 1, 2, 3, 4)
+    store.get(key(1), TOKENS)
+    put(store, 5)
+    assert [n for n in range(1, 6) if key(n) in store] == [1, 3, 4, 5]
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * (BLOCK + 200)
+    store.close(5)
+    smaller = open_store(tmp_path, max_bytes=2 * (BLOCK + 200))
+    assert len(files(tmp_path)) == 2
+    smaller.close(5)
+
+
+@contextmanager
+def full_disk():
+    """Let no file grow beyond 100 bytes: writing fails as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_costs_a_log_line_and_leaves_nothing_behind(tmp_path, caplog):
+    store = open_store(tmp_path)
+    put(store, 1)
+    with full_disk():
+        store.put(key(2), TOKENS, block(2))
+        store.settle()
+    assert "cannot write" in caplog.text
+    assert len(files(tmp_path)) == 1
+    assert not store.put(key(3), TOKENS, block(3))  # it pauses
+    np.testing.assert_array_equal(store.get(key(1), TOKENS), block(1))
+    store.close(5)
+
+
+def test_a_second_store_reads_and_neither_writes_nor_removes(tmp_path):
+    first = open_store(tmp_path)
+    put(first, 1)
+    second = open_store(tmp_path, max_bytes=BLOCK)  # too small for what is there
+    assert (first.is_writer, second.is_writer) == (True, False)
+    assert not second.put(key(2), TOKENS, block(2))
+    np.testing.assert_array_equal(second.get(key(1), TOKENS), block(1))
+    assert len(files(tmp_path)) == 1
+    first.close(5)
+    second.close(5)
+    third = open_store(tmp_path)
+    assert third.is_writer
+    third.close(5)
+
+
+def test_what_a_crash_left_is_cleared_away(tmp_path):
+    store = open_store(tmp_path)
+    put(store, 1)
+    store.close(5)
+    left = files(tmp_path)[0].with_name("ab.new")
+    left.write_bytes(b"half")
+    (tmp_path / "ab").mkdir(exist_ok=True)
+    (tmp_path / "ab" / "no block").write_bytes(b"")
+    store = open_store(tmp_path)
+    assert not left.exists()
+    assert key(1) in store
+    store.close(5)
+
+
+def test_close_writes_what_waits(tmp_path):
+    store = open_store(tmp_path)
+    for number in range(10):
+        store.put(key(number), TOKENS, block(number))
+    store.close(5)
+    assert len(files(tmp_path)) == 10
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ParameterError, match="cannot use"):
+        open_store(tmp_path / "below")
+
+
+def test_a_folder_that_is_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ParameterError, match=r"cannot use.*file"):
+        open_store(tmp_path / "file")
+
+
+# ---- whether it is worth it ----
+
+
+class Blocks:
+    """A backend of which only the blocks count."""
+
+    def read_blocks(self, blocks):
+        return np.stack([block(number) for number in blocks])
+
+
+class Clock:
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+def test_what_is_slower_to_restore_than_to_compute_is_computed_but_not_for_ever(tmp_path):
+    store = open_store(tmp_path)
+    tier = KVTier(store, Blocks(), clock=Clock(step_s=1.0))
+    for number in (1, 2):
+        tier.store(number, key(number), TOKENS)
+        store.settle()
+    keys = [key(1), key(2), key(3)]
+    assert tier.num_worth_restoring(keys, 16) == 2  # nothing is known yet
+    data = tier.load(keys[:2], [TOKENS, TOKENS])  # one second for two blocks
+    np.testing.assert_array_equal(data, np.stack([block(1), block(2)]))
+    tier.observe(512, 512 * 0.1)
+    assert tier.num_worth_restoring(keys, 16) == 2  # 0.5 s against 1.6 s a block
+    for _ in range(30):
+        tier.observe(512, 512 * 0.01)
+    assert tier.num_worth_restoring(keys, 16) == 0  # 0.5 s against 0.16 s
+    assert 2 in {tier.num_worth_restoring(keys, 16) for _ in range(40)}
+    tier.close(5)
+
+
+def test_a_block_that_is_stored_is_not_written_again(tmp_path):
+    store = open_store(tmp_path)
+    tier = KVTier(store, Blocks())
+    for _ in range(3):
+        assert tier.store(1, key(1), TOKENS)
+        store.settle()
+    assert tier.num_stored == 1
+    tier.close(5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("tape:path=x", "tape"),
+        ("disk:size=1G", "path"),
+        ("disk:path=x", "size"),
+        ("disk:path=x,size=1G,speed=2", "speed"),
+        ("disk:path=x,size=lots", "lots"),
+        ("disk:path=x,size=1K", "1024"),
+    ],
+)
+def test_a_bad_spec_is_refused_by_name(tmp_path, monkeypatch, spec, named):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ParameterError, match=named):
+        open_tier(spec, Blocks())
+
+
+def test_a_tier_without_the_cache_is_refused():
+    with pytest.raises(ParameterError, match="--no-prefix-cache"):
+        EngineConfig(kv_tier="disk:path=x,size=1G", prefix_cache=False)
