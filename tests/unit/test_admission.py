@@ -36,7 +36,7 @@ def serve(queue, clock, num_tokens, after_s):
 
 def test_a_queue_without_history_promises_nothing(clock):
     queue = admission(clock)
-    assert queue.predict_s(1000) is None
+    assert queue.predict_s(1, 1000) is None
     queue.check(num_requests=10**6, num_tokens=10**9, deadline_s=0.001)
 
 
@@ -47,7 +47,7 @@ def test_the_prediction_is_what_waits_by_the_rate_of_late(clock):
     for _ in range(5):
         serve(queue, clock, 100, after_s=2)
     assert queue.predict_s() == pytest.approx(10)
-    assert queue.predict_s(100) == pytest.approx(12)
+    assert queue.predict_s(1, 100) == pytest.approx(12)
     for _ in range(4):
         serve(queue, clock, 100, after_s=8)
     assert 2 < queue.predict_s() < 8  # of the one that is left: the rate has changed
@@ -59,7 +59,7 @@ def test_idle_time_is_not_counted(clock):
         queue.enter(1, 100)
         serve(queue, clock, 100, after_s=1)
         clock.now_s += 1000
-    assert queue.predict_s(100) == pytest.approx(1)
+    assert queue.predict_s(1, 100) == pytest.approx(1)
 
 
 def test_a_full_queue_says_when_to_come_back(clock):
@@ -95,9 +95,17 @@ def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(clock):
     assert (error.code, error.retry_after_s) == ("deadline_unreachable", pytest.approx(3))
 
 
+def test_short_prompts_do_not_make_a_long_one_look_hopeless(clock):
+    queue = admission(clock)
+    for _ in range(5):
+        queue.enter(1, 1)
+        serve(queue, clock, 1, after_s=0.003)  # mostly overhead, not the price of a token
+    queue.check(num_requests=1, num_tokens=2000, deadline_s=0.5)
+
+
 def test_those_who_give_up_leave_the_queue_and_teach_nothing(clock):
     queue = admission(clock)
     queue.enter(2, 200)
     clock.now_s += 5
     queue.leave(2, 200, is_served=False)
-    assert (queue.num_requests, queue.num_tokens, queue.predict_s(1)) == (0, 0, None)
+    assert (queue.num_requests, queue.num_tokens, queue.predict_s(1, 1)) == (0, 0, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -142,6 +143,39 @@ def test_what_cannot_be_kept_to_is_refused_with_the_reason(grammars, structured,
     assert caught.value.param == "structured"
     assert says in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+TREE = {
+    "$defs": {"node": {"type": "object", "properties": {
+        "kids": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "required": ["kids"],
+        "additionalProperties": False}},
+    "$ref": "#/$defs/node",
+}  # fmt: skip
+OPTIONAL = {f"p{i}": {"type": "boolean"} for i in range(200)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object"}, '{"a":[{}]}', "[]"),
+        ({"type": "string", "maxLength": 100_000}, '"abc"', "abc"),
+        ({"type": "integer", "maximum": 2 * 10**10}, "20000000000", "20000000001"),
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "^(a|b)+c$"}},
+          "required": ["a"], "additionalProperties": False}, '{"a":"abac"}', '{"a":"c"}'),
+        (TREE, '{"kids":[{"kids":[]},{"kids":[]}]}', '{"kids":[{}]}'),
+        ({"anyOf": [{"type": "null"}, {"type": "boolean"}]}, "null", "1"),
+        ({"enum": [f"value {i}" for i in range(5000)]}, '"value 4321"', '"value 5000"'),
+        ({"type": "object", "properties": OPTIONAL, "additionalProperties": False},
+         '{"p3":true,"p199":false}', '{"q":1}'),
+        ({"type": "array", "items": {"const": 1}, "minItems": 50, "maxItems": 60},
+         "[" + ",".join("1" * 55) + "]", "[1]"),
+    ],
+)  # fmt: skip
+def test_an_unusual_schema_is_kept_to_and_compiles_soon(grammars, schema, good, bad):
+    start = time.monotonic()
+    grammar = grammars.compile(Structured(json_schema=schema))
+    assert time.monotonic() - start < 5
+    assert (accepts(grammar, good), accepts(grammar, bad)) == (True, False)
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_are_forgotten():

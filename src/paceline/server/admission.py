@@ -23,8 +23,9 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Admission:
     """Counts the prompts that wait for their first token and learns how fast they go.
 
-    The rate is that of tokens leaving the queue while it was not empty, so it holds whatever makes
-    them wait: computing prompts, seats, or KV memory. Used by the event loop's thread alone.
+    The rates are those at which prompts and tokens left the queue while it was not empty, so they
+    hold whatever made them wait: computing prompts, seats, or KV memory. Used by the event loop's
+    thread alone.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,15 +33,23 @@ class Admission:
         self.num_requests = 0
         self.num_tokens = 0
         self._clock = clock
-        self._left_tokens = 0.0
+        self._left_requests = self._left_tokens = 0.0
         self._busy_s = 0.0
         self._since_s = 0.0  # of the last departure, or of the queue's beginning
 
-    def predict_s(self, num_tokens: int = 0) -> float | None:
-        """Return the time until all that waits and `num_tokens` more are served; None: no idea."""
+    def predict_s(self, num_requests: int = 0, num_tokens: int = 0) -> float | None:
+        """Return the time until all that waits and so much more is served; None: no idea.
+
+        By the count of prompts or by their tokens, whichever is sooner: short prompts teach little
+        about a long one, and a long one little about short ones.
+        """
         if not self._busy_s or not self._left_tokens:
             return None
-        return (self.num_tokens + num_tokens) * self._busy_s / self._left_tokens
+        share = min(
+            (self.num_requests + num_requests) / self._left_requests,
+            (self.num_tokens + num_tokens) / self._left_tokens,
+        )
+        return share * self._busy_s
 
     def check(self, *, num_requests: int, num_tokens: int, deadline_s: float | None) -> None:
         """Raise ApiError 429 where the queue has no room, or is too long for the deadline."""
@@ -56,7 +65,7 @@ class Admission:
                     f"{limit}; try again later",
                     code="queue_full", retry_after_s=self.predict_s() or 1.0,
                 )  # fmt: skip
-        predicted_s = self.predict_s(num_tokens)
+        predicted_s = self.predict_s(num_requests, num_tokens)
         if deadline_s is not None and predicted_s is not None and predicted_s > deadline_s:
             raise ApiError(
                 429, f"the deadline of {deadline_s:.3f} s cannot be met: the first token would "
@@ -76,6 +85,7 @@ class Admission:
         self.num_tokens -= num_tokens
         if is_served:
             now_s = self._clock()
+            self._left_requests = self._left_requests * _MEMORY + num_requests
             self._left_tokens = self._left_tokens * _MEMORY + num_tokens
             self._busy_s = self._busy_s * _MEMORY + now_s - self._since_s
             self._since_s = now_s
