@@ -132,6 +132,41 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
     assert answers["plain", 0].token_ids == alone.token_ids
 
 
+def test_a_mask_that_fails_ends_its_own_request_only(caplog):
+    class Panic(BaseException):
+        pass
+
+    class Broken(Cycle):
+        def start(self, *, may_end_early):
+            state = super().start(may_end_early=may_end_early)
+            state.fill = fail
+            return state
+
+    def fail(mask):
+        raise Panic
+
+    good = structured("good", Cycle("ab", "cd"))
+    alone = run(make_engine(), good)["good", 0]
+    answers = run(make_engine(), structured("a", Broken("ab")), good)
+    assert answers["a", 0].end.finish_reason == "error"
+    assert answers["good", 0].token_ids == alone.token_ids
+    assert "a mask failed" in caplog.text
+
+
+def test_a_step_that_fails_leaves_no_mask_behind(caplog):
+    fails = iter([True])
+
+    def fail_once(step):
+        if next(fails, False):
+            raise RuntimeError("no luck")
+
+    plain = make_request("plain", params=SamplingParams(temperature=0, max_tokens=5))
+    alone = run(make_engine(), plain)["plain", 0]
+    engine = make_engine(on_forward=fail_once)
+    assert run(engine, structured("a", Cycle("ab")))["a", 0].end.finish_reason == "error"
+    assert run(engine, plain)["plain", 0].token_ids == alone.token_ids
+
+
 def test_logit_bias_cannot_lift_what_the_grammar_forbids():
     bias = {LETTERS._pieces.index("b"): 100.0}
     assert run(make_engine(), structured("a", Cycle("xy"), logit_bias=bias))["a", 0].text in "xy"

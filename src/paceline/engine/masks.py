@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +13,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
 
+log = logging.getLogger(__name__)
 U32 = npt.NDArray[np.uint32]
 
 
@@ -39,6 +41,7 @@ class Masks:
     def begin(self, seqs: Seq[Sequence]) -> None:
         """Start on the masks of `seqs`, whose rows of logits are computed next."""
         wanted = [(row, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
+        self._pending = None  # of a step that failed
         if not wanted:
             return
         if self._bits is None or self._thread is None:
@@ -67,4 +70,8 @@ class Masks:
 
 def _fill(wanted: Seq[tuple[int, GrammarState]], bits: U32) -> None:
     for row, grammar in wanted:
-        grammar.fill(bits[row])
+        try:
+            grammar.fill(bits[row])
+        except BaseException:  # a panic of native code is no Exception, and harms its own row only
+            log.exception("a mask failed: its answer ends")
+            bits[row] = 0
