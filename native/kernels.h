@@ -40,10 +40,12 @@ struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-p
 struct Seq {
   int32_t first_row, num_rows, ctx_len;
 };
-struct KVLayout {        // K: [block][kv_head][head_dim][block_size]; V: [block][kv_head][block_size][head_dim]
-  uint8_t* k = nullptr;  // of layer 0
+// [block][layer][K, V] with K: [kv_head][head_dim][block_size], V: [kv_head][block_size][head_dim]. All layers of a
+// block lie together, so a short context touches few pages, and a block is copied or written to disk in one piece.
+struct KVLayout {
+  uint8_t* k = nullptr;  // of the first block and layer
   uint8_t* v = nullptr;
-  size_t layer_bytes = 0;  // from layer to layer, in each of k and v
+  size_t block_bytes = 0, layer_bytes = 0;  // from block to block, and from layer to layer within one
   int block_size = 16, kv_heads = 0, head_dim = 0;
   Format dtype = Format::f16;
 };

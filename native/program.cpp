@@ -12,12 +12,13 @@ namespace {
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-size_t layer_block_bytes(const KVShape& kv) {
+// Of one layer's K or V in a block.
+size_t part_bytes(const KVShape& kv) {
   return size_t(kv.kv_heads) * size_t(kv.block_size) * size_t(kv.head_dim) * (kv.dtype == Format::f32 ? 4 : 2);
 }
 // Kernels load sixteen values where a head's last eight are left, so the last head needs room behind it.
 size_t cache_bytes(const KVShape& kv) {
-  return size_t(kv.num_layers) * size_t(kv.num_blocks) * layer_block_bytes(kv) + 64;
+  return 2 * size_t(kv.num_layers) * size_t(kv.num_blocks) * part_bytes(kv) + 64;
 }
 size_t total(const std::vector<size_t>& slot_bytes) {
   size_t sum = 64;
@@ -63,9 +64,7 @@ Program::Program(const KernelTable& table, int num_threads, StepLimits limits, K
       limits_(limits),
       kv_shape_(kv),
       bounds_(bounds),
-      layer_block_bytes_(layer_block_bytes(kv)),
-      k_(cache_bytes(kv)),
-      v_(cache_bytes(kv)),
+      kv_(cache_bytes(kv)),
       arena_(total(slot_bytes)),
       pool_(num_threads) {
   size_t begin = 0;
@@ -74,9 +73,9 @@ Program::Program(const KernelTable& table, int num_threads, StepLimits limits, K
     begin += round_up(bytes, 64);
   }
   slot_begin_.push_back(begin);
-  madvise(k_.data(), cache_bytes(kv), MADV_HUGEPAGE);  // a hint: the cache works without huge pages
-  madvise(v_.data(), cache_bytes(kv), MADV_HUGEPAGE);
-  step_.kv = {k_.data(),   v_.data(), size_t(kv.num_blocks) * layer_block_bytes_, kv.block_size, kv.kv_heads,
+  madvise(kv_.data(), cache_bytes(kv), MADV_HUGEPAGE);  // a hint: the cache works without huge pages
+  const size_t part = part_bytes(kv);
+  step_.kv = {kv_.data(),  kv_.data() + part, 2 * size_t(kv.num_layers) * part, 2 * part, kv.block_size, kv.kv_heads,
               kv.head_dim, kv.dtype};
   scratch_of_thread_.resize(size_t(num_threads));
 }
@@ -214,31 +213,10 @@ void Program::check_block(int64_t block) const {
   }
 }
 
-// f(address of the part) for K and V of each layer.
-template <class F>
-void Program::for_block_parts(int block, F f) const {
-  for (int layer = 0; layer < kv_shape_.num_layers; layer++) {
-    size_t at = size_t(layer) * step_.kv.layer_bytes + size_t(block) * layer_block_bytes_;
-    f(k_.data() + at);
-    f(v_.data() + at);
-  }
-}
-void Program::copy_block(int src, int dst) {
-  ptrdiff_t distance = (ptrdiff_t(dst) - src) * ptrdiff_t(layer_block_bytes_);
-  for_block_parts(src, [&](uint8_t* part) { std::memmove(part + distance, part, layer_block_bytes_); });
-}
-void Program::read_block(int block, uint8_t* to) const {
-  for_block_parts(block, [&](const uint8_t* part) {
-    std::memcpy(to, part, layer_block_bytes_);
-    to += layer_block_bytes_;
-  });
-}
-void Program::write_block(int block, const uint8_t* from) {
-  for_block_parts(block, [&](uint8_t* part) {
-    std::memcpy(part, from, layer_block_bytes_);
-    from += layer_block_bytes_;
-  });
-}
+uint8_t* Program::block(int index) const { return kv_.data() + size_t(index) * block_bytes(); }
+void Program::copy_block(int src, int dst) { std::memmove(block(dst), block(src), block_bytes()); }
+void Program::read_block(int index, uint8_t* to) const { std::memcpy(to, block(index), block_bytes()); }
+void Program::write_block(int index, const uint8_t* from) { std::memcpy(block(index), from, block_bytes()); }
 
 std::vector<std::pair<OpCode, double>> Program::profile() const {
   std::vector<std::pair<OpCode, double>> seconds;

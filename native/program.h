@@ -60,11 +60,11 @@ class Program {
   // Runs all ops. Throws std::invalid_argument, before anything runs, where a value is out of range.
   void forward(const StepArrays& arrays);
 
-  size_t block_bytes() const { return 2 * size_t(kv_shape_.num_layers) * layer_block_bytes_; }
+  size_t block_bytes() const { return step_.kv.block_bytes; }
   void check_block(int64_t block) const;
   void copy_block(int src, int dst);
-  void read_block(int block, uint8_t* to) const;
-  void write_block(int block, const uint8_t* from);
+  void read_block(int index, uint8_t* to) const;
+  void write_block(int index, const uint8_t* from);
 
   void set_profiling(bool on) { is_profiling_ = on; }
   std::vector<std::pair<OpCode, double>> profile() const;  // seconds so far
@@ -80,15 +80,13 @@ class Program {
   void check_tree(const StepArrays& arrays) const;
   void run_op(int index, int thread);
   void time_op(int index);
-  template <class F>
-  void for_block_parts(int block, F f) const;
+  uint8_t* block(int index) const;
 
   const KernelTable& table_;
   StepLimits limits_;
   KVShape kv_shape_;
   Bounds bounds_;
-  size_t layer_block_bytes_;  // of K or of V
-  Mapping k_, v_, arena_;
+  Mapping kv_, arena_;
   std::vector<size_t> slot_begin_;
   std::vector<Op> ops_;
   std::unique_ptr<Counter[]> counters_;

@@ -144,14 +144,12 @@ template <class E>
 void point_tile(const Item& it, int first, int keys, Tile<E>& tile) {
   const KVLayout& kv = it.step.kv;
   const int32_t* table = it.step.tables + size_t(it.at.seq) * size_t(it.step.max_blocks);
-  const E* k = reinterpret_cast<const E*>(kv.k + size_t(it.op.layer) * kv.layer_bytes);
-  const E* v = reinterpret_cast<const E*>(kv.v + size_t(it.op.layer) * kv.layer_bytes);
+  const size_t head = size_t(it.at.kv_head) * size_t(kv.block_size) * size_t(it.dim);
   for (int i = 0; i * 16 < keys; i++) {
     int key = first + 16 * i, offset = key % kv.block_size;
-    size_t block = size_t(table[key / kv.block_size]) * size_t(kv.kv_heads) + size_t(it.at.kv_head);
-    size_t base = block * size_t(kv.block_size) * size_t(it.dim);
-    tile.k[i] = k + base + offset;
-    tile.v[i] = v + base + size_t(offset) * size_t(it.dim);
+    size_t at = size_t(table[key / kv.block_size]) * kv.block_bytes + size_t(it.op.layer) * kv.layer_bytes;
+    tile.k[i] = reinterpret_cast<const E*>(kv.k + at) + head + offset;
+    tile.v[i] = reinterpret_cast<const E*>(kv.v + at) + head + size_t(offset) * size_t(it.dim);
   }
   tile.k_stride = kv.block_size;
   tile.v_stride = it.dim;

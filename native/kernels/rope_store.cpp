@@ -45,9 +45,9 @@ struct Rope {
 PL_INLINE void store_kv(const Op& op, const KVLayout& kv, int slot, int head, const float* k, const float* v) {
   size_t block = size_t(slot / kv.block_size), offset = size_t(slot % kv.block_size), dim = size_t(kv.head_dim);
   size_t size = size_t(kv.block_size), width = kv.dtype == Format::f32 ? 4 : 2;
-  size_t base = (block * size_t(kv.kv_heads) + size_t(head)) * size * dim;
-  uint8_t* k_at = kv.k + size_t(op.layer) * kv.layer_bytes + (base + offset) * width;
-  uint8_t* v_at = kv.v + size_t(op.layer) * kv.layer_bytes + (base + offset * dim) * width;
+  size_t at = block * kv.block_bytes + size_t(op.layer) * kv.layer_bytes, base = size_t(head) * size * dim;
+  uint8_t* k_at = kv.k + at + (base + offset) * width;
+  uint8_t* v_at = kv.v + at + (base + offset * dim) * width;
   if (kv.dtype == Format::f32) {
     float* column = reinterpret_cast<float*>(k_at);
     for (size_t d = 0; d < dim; d++) column[d * size] = k[d];

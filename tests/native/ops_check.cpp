@@ -56,7 +56,7 @@ void run(Kernel kernel, const Op& op, const Step& step) {
 }
 
 struct Memory {  // what one run of an op writes
-  std::vector<uint8_t> out, k, v, scratch;
+  std::vector<uint8_t> out, kv, scratch;
   uint8_t* scratch_of_thread[1];
 };
 
@@ -65,10 +65,10 @@ Memory run_into(Kernel kernel, Op op, Step step, int rows, size_t kv_bytes, size
   m.out.resize(size_t(rows) * op.out.stride);
   m.scratch.resize(scratch_bytes + 64);
   if (kv_bytes) {
-    m.k.assign(step.kv.k, step.kv.k + kv_bytes);
-    m.v.assign(step.kv.v, step.kv.v + kv_bytes);
-    step.kv.k = m.k.data();
-    step.kv.v = m.v.data();
+    const ptrdiff_t v_begin = step.kv.v - step.kv.k;
+    m.kv.assign(step.kv.k, step.kv.k + kv_bytes);
+    step.kv.k = m.kv.data();
+    step.kv.v = m.kv.data() + v_begin;
   }
   op.out.data = m.out.data();
   m.scratch_of_thread[0] = m.scratch.data() + (64 - reinterpret_cast<uintptr_t>(m.scratch.data()) % 64) % 64;
@@ -82,7 +82,7 @@ void compare(const char* name, Kernel scalar, Kernel isa, const Op& op, const St
   Memory a = run_into(scalar, op, step, rows, kv_bytes, scratch_bytes),
          b = run_into(isa, op, step, rows, kv_bytes, scratch_bytes);
   checks++;
-  if (a.out != b.out || a.k != b.k || a.v != b.v) {
+  if (a.out != b.out || a.kv != b.kv) {
     differences++;
     std::printf("%s: %d columns, q8 %d, head_dim %d, dtype %d differ\n", name, op.out.cols, op.out.is_q8, op.head_dim,
                 int(step.kv.dtype));
@@ -129,9 +129,9 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
   std::vector<float> q = random_floats(size_t(rows * heads * dim)), k = random_floats(size_t(rows * kv_heads * dim)),
                      v = k;
   std::vector<float> norm = random_floats(size_t(dim)), rope = random_floats(size_t((ctx + rows) * dim));
-  size_t values = size_t(num_blocks * kv_heads * block_size * dim), width = dtype == Format::f32 ? 4 : 2;
-  std::vector<uint8_t> cache_k(values * width + 64), cache_v(cache_k.size());
-  for (size_t i = 0; i + 2 <= cache_k.size(); i += 2) cache_k[i + 1] = cache_v[i + 1] = uint8_t(i / 2 % 3 + 0x3c);
+  const size_t part = size_t(kv_heads * block_size * dim) * (dtype == Format::f32 ? 4 : 2), layers = 2;
+  std::vector<uint8_t> cache(size_t(num_blocks) * layers * 2 * part + 64);
+  for (size_t i = 0; i + 2 <= cache.size(); i += 2) cache[i + 1] = uint8_t(i / 2 % 3 + 0x3c);
   std::vector<int32_t> positions, slots, table;
   for (int i = 0; i < num_blocks; i++) table.push_back(num_blocks - 1 - i);
   std::vector<uint64_t> tree;
@@ -150,7 +150,7 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
   step.tables = table.data();
   step.seqs = &seq;
   step.tree = is_tree ? tree.data() : nullptr;
-  step.kv = {cache_k.data(), cache_v.data(), 0, block_size, kv_heads, dim, dtype};
+  step.kv = {cache.data(), cache.data() + part, layers * 2 * part, 2 * part, block_size, kv_heads, dim, dtype};
   Op op;
   op.in[0] = mat(q, heads * dim);
   op.in[1] = mat(k, kv_heads * dim);
@@ -163,10 +163,11 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
   op.eps = 1e-6f;
   op.rope_table = rope.data();
   op.rope_dims = dim;
-  compare("rope_store", scalar::rope_store, PL_CHECK_ISA::rope_store, op, step, rows, cache_k.size(), 0);
-  Memory stored = run_into(scalar::rope_store, op, step, rows, cache_k.size(), 0);
-  step.kv.k = stored.k.data();
-  step.kv.v = stored.v.data();
+  op.layer = 1;
+  compare("rope_store", scalar::rope_store, PL_CHECK_ISA::rope_store, op, step, rows, cache.size(), 0);
+  Memory stored = run_into(scalar::rope_store, op, step, rows, cache.size(), 0);
+  step.kv.k = stored.kv.data();
+  step.kv.v = stored.kv.data() + part;
   std::vector<AttendItem> items;
   for (int g = 0; g < kv_heads; g++) {
     for (int begin = 0; begin < rows; begin += attend_row_tile(heads / kv_heads)) {
@@ -182,7 +183,7 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
   for (bool is_q8 : {false, true}) {
     if (is_q8 && dim % kGroup) continue;
     set_out(op, heads * dim, is_q8);
-    compare("attend", scalar::attend, PL_CHECK_ISA::attend, op, step, rows, cache_k.size(), scalar::attend_scratch(op));
+    compare("attend", scalar::attend, PL_CHECK_ISA::attend, op, step, rows, cache.size(), scalar::attend_scratch(op));
   }
 }
 
