@@ -32,10 +32,14 @@ class Script:
 
 @dataclass
 class Served:
-    """A request as the server saw it; times are of the clock that the client reads too."""
+    """A request as the server saw it; times are of the clock that the client reads too.
+
+    A step is written between `begun_at` and `written_at`: on a busy machine they differ.
+    """
 
     body: dict[str, Any]
     came_at: float
+    begun_at: list[float] = field(default_factory=list)
     written_at: list[float] = field(default_factory=list)
     left_at: float | None = None
 
@@ -120,6 +124,7 @@ class FakeServer:
                 await self._sleep_until(served.came_at + at_ms / 1e3)
                 if served.left_at is not None:
                     return
+                served.begun_at.append(time.perf_counter())
                 writer.write(b"%x\r\n%b\r\n" % (len(data), data))
                 served.written_at.append(time.perf_counter())
             if script.end == "hang":
