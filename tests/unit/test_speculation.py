@@ -187,6 +187,8 @@ def test_a_sequence_that_ended_is_released() -> None:
     engine = make_engine(proposer=proposer, pace=Eager())
     run(engine, make_request("a"), make_request("b"))
     assert sorted(proposer.released) == [0, 1]
+    assert engine._speculator is not None
+    assert not engine._speculator._of
 
 
 def test_positions_count_drafted_and_accepted_tokens() -> None:
