@@ -178,17 +178,11 @@ def test_costs_between_measured_sizes_lie_on_the_line_between_them() -> None:
 
 
 def test_a_row_that_begins_a_tile_does_not_make_all_rows_after_it_look_dear() -> None:
-    """Steps in tiles of four rows: a draft of seven beats one of three, though five rows jump."""
-    pace = Goodput()
-
-    def tiles(num_rows: int) -> float:
-        return 0.05 * (0.55 + 0.45 * -(-num_rows // 4))
-
-    for _ in range(20):
-        pace.observe(num_rows=1, num_drafted=0, depth=0, num_accepted=0, num_prefill=0,
-                     seconds=tiles(1), draft_s=0)  # fmt: skip
-    play(pace, tiles, 0.99, num_steps=120)
-    assert pace.lengths([[0.99] * 15], 1, 0)[0] >= 7
+    cost = RowCost()
+    for _ in range(50):
+        for num_rows, seconds in ((1, 0.010), (4, 0.013), (5, 0.018)):
+            cost.observe(num_rows, seconds)
+    assert cost.seconds(8) == pytest.approx(0.018 + 3 * 0.002, rel=0.03)
 
 
 def test_a_slower_machine_is_slower_at_every_size() -> None:
