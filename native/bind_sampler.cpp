@@ -1,6 +1,9 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
+
+#include <optional>
 
 #include "bindings.h"
 #include "sampler.h"
@@ -11,10 +14,22 @@ namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Returns ids, and for each row (logprob, rank, [(id, logprob), ...]) or None.
+using Masks = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Returns ids, and for each row (logprob, rank, [(id, logprob), ...]) or None. `mask_rows` names the row of `masks`
+// that holds a choice's allowed tokens, -1 for all of them; empty: no choice has any.
 nb::tuple sample(Sampler& sampler, Logits logits, const std::vector<int>& rows,
-                 const std::vector<SamplerState*>& states) {
+                 const std::vector<SamplerState*>& states, std::optional<Masks> masks,
+                 const std::vector<int>& mask_rows) {
   if (rows.size() != states.size()) throw nb::value_error("rows and states differ in length");
+  if (!mask_rows.empty() && mask_rows.size() != rows.size())
+    throw nb::value_error("rows and mask_rows differ in length");
+  std::vector<AllowedTokens> allowed(rows.size());
+  for (size_t i = 0; i < mask_rows.size(); i++) {
+    if (mask_rows[i] < 0) continue;
+    if (!masks || size_t(mask_rows[i]) >= masks->shape(0)) throw nb::index_error("mask row out of range");
+    allowed[i] = {masks->data() + size_t(mask_rows[i]) * masks->shape(1), int(masks->shape(1))};
+  }
   if (size_t(sampler.vocab()) > logits.shape(1))
     throw nb::value_error("the logits have fewer columns than the vocabulary");
   for (int row : rows)
@@ -23,7 +38,7 @@ nb::tuple sample(Sampler& sampler, Logits logits, const std::vector<int>& rows,
   {
     nb::gil_scoped_release release;
     for (size_t i = 0; i < rows.size(); i++)
-      choices[i] = sampler.sample(logits.data() + size_t(rows[i]) * logits.shape(1), *states[i]);
+      choices[i] = sampler.sample(logits.data() + size_t(rows[i]) * logits.shape(1), *states[i], allowed[i]);
   }
   nb::list ids, details;
   for (size_t i = 0; i < choices.size(); i++) {
@@ -74,5 +89,8 @@ void bind_sampler(nb::module_& m) {
       .def("commit", &SamplerState::commit)
       .def_prop_ro("num_output", &SamplerState::num_output)
       .def("uniform", &SamplerState::uniform);
-  nb::class_<Sampler>(m, "Sampler").def(nb::init<int>()).def("sample", &sample);
+  nb::class_<Sampler>(m, "Sampler")
+      .def(nb::init<int>())
+      .def("sample", &sample, nb::arg("logits"), nb::arg("rows"), nb::arg("states"), nb::arg("masks") = nb::none(),
+           nb::arg("mask_rows") = std::vector<int>{});
 }

@@ -55,6 +55,20 @@ uint64_t mix(uint64_t z) {  // SplitMix64, Steele 2014
 }
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ull;
 
+void forbid_others(float* logits, int vocab, AllowedTokens allowed) {
+  for (int begin = 0; begin < vocab; begin += 32) {
+    int word = begin / 32, end = std::min(begin + 32, vocab);
+    uint32_t bits = word < allowed.num_words ? allowed.words[word] : 0;
+    if (bits == ~0u) continue;
+    if (bits == 0) {
+      std::fill(logits + begin, logits + end, -INFINITY);
+      continue;
+    }
+    for (int i = begin; i < end; i++)
+      if (!(bits >> (i - begin) & 1)) logits[i] = -INFINITY;
+  }
+}
+
 }  // namespace
 
 SamplerState::SamplerState(SamplingOptions options, const std::vector<int>& prompt) : options_(std::move(options)) {
@@ -277,14 +291,15 @@ void Sampler::describe(const float* x, int num_top, Choice& choice) {
   for (const Candidate& c : candidates_) choice.top.emplace_back(c.id, c.logit - log_total);
 }
 
-Choice Sampler::sample(const float* logits, const SamplerState& state) {
+Choice Sampler::sample(const float* logits, const SamplerState& state, AllowedTokens allowed) {
   const SamplingOptions& o = state.options();
   Choice choice;
   if (!scan(logits)) return choice;
   const float* x = logits;
-  if (state.changes_logits()) {
+  if (state.changes_logits() || allowed.words) {
     logits_.assign(logits, logits + vocab_);
     state.process(logits_.data(), vocab_);
+    if (allowed.words) forbid_others(logits_.data(), vocab_, allowed);
     x = logits_.data();
     if (!scan(x)) return choice;
   }

@@ -42,6 +42,12 @@ class SamplerState {
   std::unordered_map<int, Count> counts_;  // kept for penalties only
 };
 
+// Which tokens a row may choose: bit i % 32 of word i / 32 stands for token i, tokens beyond the words are forbidden.
+struct AllowedTokens {
+  const uint32_t* words = nullptr;  // null: all are allowed
+  int num_words = 0;
+};
+
 constexpr int kNotFinite = -1, kAllForbidden = -2;
 struct Choice {
   int token = kNotFinite;  // or one of the two above
@@ -54,7 +60,7 @@ class Sampler {
  public:
   explicit Sampler(int vocab) : vocab_(vocab) {}  // ids from vocab on are padding of the head: never chosen
   int vocab() const { return vocab_; }
-  Choice sample(const float* logits, const SamplerState& state);
+  Choice sample(const float* logits, const SamplerState& state, AllowedTokens allowed = {});
 
  private:
   struct Candidate {

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paceline.config import EngineConfig
     from paceline.errors import PacelineError
     from paceline.llm import LLM, Choice, Completion
-    from paceline.types import SamplingParams, Timings, TokenLogprob, Usage
+    from paceline.types import SamplingParams, Structured, Timings, TokenLogprob, Usage
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ _HOME = {
     "EngineConfig": "paceline.config",
     "PacelineError": "paceline.errors",
     "SamplingParams": "paceline.types",
+    "Structured": "paceline.types",
     "Timings": "paceline.types",
     "TokenLogprob": "paceline.types",
     "Usage": "paceline.types",
@@ -35,6 +36,7 @@ __all__ = [
     "EngineConfig",
     "PacelineError",
     "SamplingParams",
+    "Structured",
     "Timings",
     "TokenLogprob",
     "Usage",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.engine.build import LoadedModel
     from paceline.engine.engine import Engine
+    from paceline.structured.grammar import Grammar
 
 __all__ = ["LLM", "Choice", "Completion", "new_request", "stream"]
 
@@ -107,7 +108,9 @@ class LLM:
         ]
         num_choices = sum(p.n for p in each)
         with self._lock, _progress_bar(num_choices, is_shown=progress) as advance:
-            requests = [new_request(i, p) for i, p in zip(ids, each, strict=True)]
+            requests = [
+                new_request(i, p, self.loaded.grammar(p)) for i, p in zip(ids, each, strict=True)
+            ]
             rows = {request.id: row for row, request in enumerate(requests)}
             for delta in stream(self.loaded.engine, requests):
                 builders[rows[delta.request_id]][delta.index].add(delta)
@@ -177,13 +180,16 @@ def _ids(prompt: Sequence[int]) -> list[int]:
         ) from None
 
 
-def new_request(token_ids: Sequence[int], params: SamplingParams) -> Request:
-    """Return a request that arrives now."""
+def new_request(
+    token_ids: Sequence[int], params: SamplingParams, grammar: Grammar | None = None
+) -> Request:
+    """Return a request that arrives now; `grammar` is `params.structured`, compiled."""
     return Request(
         id=uuid.uuid4().hex,
         prompt_token_ids=tuple(token_ids),
         params=params,
         arrival_ns=time.monotonic_ns(),
+        grammar=grammar,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, field
 
@@ -12,6 +12,7 @@ from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.measure.ledger import Ledger
+    from paceline.structured.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
@@ -24,6 +25,38 @@ def _require(ok: bool, param: str, value: object, rule: str) -> None:
         raise ParameterError(f"{param} is {value!r}: it must be {rule}", param=param)
 
 
+class Structured(Struct, frozen=True, kw_only=True):
+    """What the text of an answer must be; exactly one of these is given.
+
+    `json_object` is any JSON object and `json_schema` JSON that is valid by a schema (an object,
+    or its text). `regex` (Rust's syntax) matches the whole text, `choice` is one of several texts,
+    and `grammar` is in Lark's form as llguidance reads it.
+    """
+
+    json_object: bool = False
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.json_object, bool), "json_object", self.json_object, "a boolean")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, str), name, value, "a string")
+        texts = self.choice
+        ok = isinstance(texts, tuple | list) and all(isinstance(t, str) and t for t in texts)
+        _require(ok, "choice", texts, "a list of non-empty strings")
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, ())]
+        given = [name for name in given if name != "json_object" or self.json_object]
+        if len(given) != 1:
+            raise ParameterError(
+                f"structured has {' and '.join(given) or 'nothing'}: give exactly one of "
+                f"{', '.join(self.__struct_fields__)}",
+                param="structured",
+            )
+
+
 class SamplingParams(Struct, frozen=True, kw_only=True):
     """How to choose tokens. Validated on construction; raises ParameterError naming the field.
 
@@ -31,7 +64,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     presence penalties, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy;
     `top_k` 0 or -1 is off. `repetition_penalty` counts prompt and output (Keskar 2019, CTRL);
     presence and frequency penalties count the output only. `logprobs=k` returns the chosen token's
-    log-probability and the k most likely ones, from the model's raw logits.
+    log-probability and the k most likely ones, from the model's raw logits. `structured` forbids
+    every token that its structure does not allow; the answer ends where nothing more may follow,
+    whatever min_tokens says.
     """
 
     max_tokens: int | None = None
@@ -54,6 +89,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int | None = None
     n: int = 1
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -114,6 +150,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             _require(isinstance(value, tuple | list), name, value, "a tuple or a list")
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping")
+        _require(
+            self.structured is None or isinstance(self.structured, Structured),
+            "structured", self.structured, "a Structured",
+        )  # fmt: skip
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "a non-empty string")
             if len(text) > MAX_STOP_CHARS:
@@ -135,6 +175,7 @@ class Request(Struct, frozen=True, kw_only=True):
     """One prompt to continue, `params.n` times. Lower `priority` runs first.
 
     Requests share the computation of a common prefix only where their `cache_salt` is the same.
+    `grammar` is `params.structured`, compiled (`LoadedModel.grammar`).
     """
 
     id: str
@@ -143,6 +184,7 @@ class Request(Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     arrival_ns: int = 0
+    grammar: Grammar | None = None
 
 
 class TokenLogprob(Struct, frozen=True):

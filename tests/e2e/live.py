@@ -17,6 +17,7 @@ import uvicorn
 
 from paceline.config import EngineConfig
 from paceline.engine.build import LoadedModel, load_model
+from paceline.server.admission import Limits
 from paceline.server.app import create_app
 from paceline.server.calls import Call
 from paceline.server.timekeeping import TimedProtocol
@@ -124,6 +125,7 @@ class LiveServer(HttpServer):
         *,
         chat_template: str | None = None,
         protocol: type[TimedProtocol] = TimedProtocol,
+        limits: Limits | None = None,
         **options: Any,
     ) -> None:
         engine_config = EngineConfig(**{"ledger": True, **options})
@@ -134,7 +136,7 @@ class LiveServer(HttpServer):
         memory = CallMemory()
         self.calls = memory.calls
         config = uvicorn.Config(
-            create_app(self.loaded, observers=[memory]), host="127.0.0.1", port=0,
+            create_app(self.loaded, observers=[memory], limits=limits), host="127.0.0.1", port=0,
             log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=protocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)

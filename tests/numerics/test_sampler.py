@@ -282,3 +282,58 @@ def test_rows_and_states_that_do_not_match_the_logits_are_refused() -> None:
         sampler.sample(rows, [0, 1], [Options().state()])
     with pytest.raises(ValueError, match="columns"):
         _native.Sampler(9).sample(rows, [0], [Options().state()])
+
+
+# ---- masks ----
+
+
+def bits(ids: set[int], num_words: int) -> npt.NDArray[np.uint32]:
+    mask = np.zeros(num_words, np.uint32)
+    for i in ids:
+        mask[i // 32] |= np.uint32(1 << i % 32)
+    return mask
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    vocab=st.sampled_from([1, 5, 31, 32, 33, 64, 100, 257]),
+    seed=st.integers(0, 2**32 - 1),
+    share=st.sampled_from([0.02, 0.5, 1.0]),
+    temperature=st.sampled_from([0.0, 1.0]),
+    num_words_less=st.integers(0, 1),
+)
+def test_a_mask_is_the_same_as_logits_of_minus_infinity(
+    vocab, seed, share, temperature, num_words_less
+):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(2, vocab)).astype(np.float32)
+    num_words = max(-(-vocab // 32) - num_words_less, 1)  # what the words do not reach is forbidden
+    ids = {i for i in range(min(vocab, 32 * num_words)) if rng.random() < share}
+    masks = np.stack([np.zeros(num_words, np.uint32), bits(ids, num_words)])
+    options = Options(seed=seed, temperature=temperature, num_logprobs=2, bias=[(0, 50.0)])
+    sampler = _native.Sampler(vocab)
+    states = [options.state(), options.state()]
+    chosen, details = sampler.sample(logits, [1, 0], states, masks, [1, -1])
+    forbidden = logits.copy()
+    forbidden[1, [i for i in range(vocab) if i not in ids]] = -np.inf
+    expected, _ = sampler.sample(forbidden, [1, 0], states)
+    _, raw = sampler.sample(logits, [0], [options.state()])
+    if ids:
+        assert chosen == expected
+        assert chosen[0] in ids
+        log_z = np.log(np.exp(logits[1].astype(np.float64)).sum())
+        assert details[0][0] == pytest.approx(logits[1, chosen[0]] - log_z, abs=1e-5)  # unmasked
+    else:
+        assert chosen == [-2, expected[1]]
+    assert details[1] == raw[0]
+
+
+def test_mask_rows_are_checked():
+    sampler, state = _native.Sampler(4), Options().state()
+    logits, masks = np.zeros((1, 4), np.float32), np.ones((1, 1), np.uint32)
+    for given_masks, rows in ((masks, [1]), (None, [0])):
+        with pytest.raises(IndexError, match="mask row"):
+            sampler.sample(logits, [0], [state], given_masks, rows)
+    with pytest.raises(ValueError, match="differ in length"):
+        sampler.sample(logits, [0], [state], masks, [0, 0])
+    assert sampler.sample(logits, [0], [state], masks, [0])[0] == [0]

@@ -9,8 +9,8 @@ import pytest
 import paceline
 
 PUBLIC = [
-    "LLM", "Choice", "Completion", "EngineConfig", "PacelineError", "SamplingParams", "Timings",
-    "TokenLogprob", "Usage", "__version__",
+    "LLM", "Choice", "Completion", "EngineConfig", "PacelineError", "SamplingParams", "Structured",
+    "Timings", "TokenLogprob", "Usage", "__version__",
 ]  # fmt: skip
 
 

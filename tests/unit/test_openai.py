@@ -9,14 +9,14 @@ from paceline.completion import ChoiceBuilder
 from paceline.errors import ParameterError
 from paceline.server.errors import ApiError
 from paceline.server.openai import Formatter
-from paceline.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    parse,
+from paceline.server.params import (
+    check_stream_options,
+    priority,
     sampling_params,
     split_prompts,
 )
-from paceline.types import Delta, Timings, TokenLogprob, Usage
+from paceline.server.schema import ChatRequest, CompletionRequest, parse
+from paceline.types import Delta, Structured, Timings, TokenLogprob, Usage
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -88,9 +88,9 @@ def test_chat_logprobs_are_a_flag_and_a_count():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"), ("store", True), ("service_tier", "flex"),
-        ("reasoning_effort", "low"), ("echo", True), ("best_of", 2), ("suffix", "x"),
+        ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("store", True),
+        ("reasoning_effort", "low"), ("verbosity", "low"), ("audio", {}), ("echo", False),
+        ("best_of", 1), ("suffix", ""), ("service_tier", "scale"),
         ("guided_json", {}), ("temprature", 1), ("use_beam_search", False),
     ],
 )  # fmt: skip
@@ -105,11 +105,79 @@ def test_unsupported_and_unknown_fields_are_refused_by_name(field, value):
     [
         ("tools", []), ("tool_choice", "none"), ("response_format", {"type": "text"}),
         ("store", False), ("service_tier", "auto"), ("user", "someone"), ("metadata", {"a": "b"}),
-        ("parallel_tool_calls", True), ("echo", False),
+        ("parallel_tool_calls", True), ("verbosity", "medium"),
     ],
 )  # fmt: skip
 def test_values_that_ask_for_nothing_are_accepted(field, value):
     chat(**{field: value})
+
+
+def test_what_completions_do_not_do_is_refused_by_name():
+    completion(best_of=1, suffix="")
+    for field, value in (("best_of", 2), ("suffix", "x"), ("response_format", {"type": "text"})):
+        assert refusal(completion, **{field: value}).param == field
+    echo = completion(echo=True, logprobs=1)
+    assert refusal(lambda: sampling_params(echo, {})).param == "echo"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structured(json_object=True)),
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "name": "a", "schema": SCHEMA, "strict": True}}}, Structured(json_schema=SCHEMA)),
+        ({"structured_outputs": {"json": SCHEMA}}, Structured(json_schema=SCHEMA)),
+        ({"structured_outputs": {"regex": "a+"}}, Structured(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Structured(choice=("a", "b"))),
+        ({"structured_outputs": {"grammar": "start: A"}}, Structured(grammar="start: A")),
+        ({"structured_outputs": {"json_object": True}}, Structured(json_object=True)),
+    ],
+)  # fmt: skip
+def test_every_form_of_structure_reaches_the_parameters(fields, expected):
+    assert sampling_params(chat(**fields), {}).structured == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+         "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "name": "a b", "schema": {}}}}, "response_format.json_schema.name"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"rgex": "a"}}, "structured_outputs.rgex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_a_broken_structure_is_refused_by_name(fields, param):
+    assert refusal(lambda: sampling_params(chat(**fields), {})).param == param
+
+
+def test_a_service_tier_is_a_priority_unless_one_is_given():
+    assert priority(chat()) == priority(chat(service_tier="auto")) == 0
+    assert priority(chat(service_tier="priority")) < 0 < priority(chat(service_tier="flex"))
+    assert priority(chat(service_tier="flex", priority=-7)) == -7
+
+
+def test_stream_options_need_what_they_act_on():
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    check_stream_options(chat(stream=True, stream_options=usage))
+    for fields in (
+        {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    ):
+        error = refusal(lambda fields=fields: check_stream_options(chat(**fields)))
+        assert error.param.startswith("stream_options")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +308,30 @@ def test_usage_comes_last_with_no_choices_and_is_null_before_where_asked_for():
         "prompt_tokens_details": {"cached_tokens": 1},
     }  # fmt: skip
     assert formatter().closing(usages, n=2) == b""
+
+
+def test_continuous_usage_is_in_every_chunk_and_grows():
+    writer = formatter(include_usage=True, num_prompt_tokens=4)
+    chunks = events(writer.opening(1))
+    for text in "ab":
+        delta = Delta(request_id="r", index=0, text=text, token_ids=(1, 2))
+        chunks += events(writer.chunks(0, delta))
+    chunks += events(writer.chunks(0, last(tokens=5)))
+    totals = [(c["usage"]["completion_tokens"], c["usage"]["total_tokens"]) for c in chunks]
+    assert totals == [(0, 4), (2, 6), (4, 8), (5, 9)]
+    (end,) = events(writer.closing([last(tokens=5).usage], n=1))
+    assert end["usage"]["completion_tokens"] == 5
+
+
+def test_an_echo_comes_before_the_text_of_its_choice():
+    writer = formatter("completion", prefixes=["one", "two"])
+    assert [(c["index"], c["text"]) for event in events(writer.opening(2))
+            for c in event["choices"]] == [(0, "one"), (1, "two")]  # fmt: skip
+    builders = [ChoiceBuilder(i) for i in range(2)]
+    for i, builder in enumerate(builders):
+        builder.add(last(index=i, text="!"))
+    answer = msgspec.json.decode(writer.whole([b.choice() for b in builders], 1))
+    assert [choice["text"] for choice in answer["choices"]] == ["one!", "two!"]
 
 
 def test_usage_counts_each_prompt_once_whatever_n_is():

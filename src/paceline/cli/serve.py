@@ -18,7 +18,7 @@ from paceline.errors import ParameterError
 
 # With CPython's 5 ms the event loop waits that long for the GIL while the engine thread is busy.
 _SWITCH_INTERVAL_S = 0.0005
-_GRACE_S = 3.0  # for calls in flight, at Ctrl-C
+_LOOPBACK = ("127.0.0.1", "::1")
 
 
 @engine_options
@@ -35,6 +35,49 @@ def serve(
             "--ledger/--no-ledger", help="Book where each call's time goes (costs less than 1 %)."
         ),
     ] = True,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", min=0, help="Seconds that calls in flight get to end at Ctrl-C or SIGTERM."
+        ),
+    ] = 3.0,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            "--max-queue",
+            min=1,
+            show_default=False,
+            help="Prompts that may wait for their first token; more get a 429 that says when to "
+            "come back.",
+        ),
+    ] = None,
+    max_queue_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-queue-tokens",
+            min=1,
+            show_default=False,
+            help="The same, in tokens of prompts.",
+        ),
+    ] = None,
+    queue_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--queue-timeout",
+            min=0.001,
+            show_default=False,
+            help="Seconds after which a call without a token gets a 503.",
+        ),
+    ] = None,
+    api_keys: Annotated[
+        str | None,
+        typer.Option(
+            "--api-keys",
+            help="File of the keys that clients may send, one a line, plain or sha256:HEX. "
+            "Default: everybody is answered.",
+            show_default=False,
+        ),
+    ] = None,
     access_log: Annotated[
         str | None,
         typer.Option(
@@ -67,7 +110,8 @@ def serve(
     is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an
     answer went.
 
-    Ctrl-C stops it; calls in flight get three seconds to end, a second Ctrl-C ends them at once.
+    Ctrl-C or SIGTERM stops it: /ready says no, new calls get a 503, and calls in flight have
+    --grace seconds to end. A second one ends them at once.
 
     **Examples**
 
@@ -80,11 +124,15 @@ def serve(
     """
     from paceline.cli.loading import load
     from paceline.server.access_log import AccessLog
+    from paceline.server.admission import Limits
+    from paceline.server.door import read_keys
     from paceline.server.serving import serve as serve_app
     from paceline.server.spans import Spans, otlp_provider
 
     if "PACELINE_LOG" not in os.environ:
         logging.getLogger().setLevel(logging.INFO)
+    limits = Limits(max_requests=max_queue, max_tokens=max_queue_tokens, timeout_s=queue_timeout)
+    keys = None if api_keys is None else read_keys(api_keys)
     listener = listen(host, port)  # a taken port is told before the model is loaded
     log = None if access_log is None else AccessLog(access_log)
     provider = otlp_provider() if otel else None
@@ -96,11 +144,17 @@ def serve(
     logging.getLogger(__name__).info(
         "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
     )
+    if keys is None and shown_host not in _LOOPBACK:
+        logging.getLogger(__name__).warning(
+            "%s can be reached from other machines and answers everybody: give --api-keys FILE",
+            shown_host,
+        )
     if page:
         logging.getLogger(__name__).info("its page: http://%s:%d/", shown_host, shown_port)
     try:
         observers = [observer for observer in (log, spans) if observer is not None]
-        serve_app(loaded, listener, grace_s=_GRACE_S, observers=observers, page=page)
+        serve_app(loaded, listener, grace_s=grace, observers=observers, keys=keys,
+                  limits=limits, page=page)  # fmt: skip
     finally:
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 

@@ -20,14 +20,18 @@ from paceline.engine.memory import KVSize, available_memory, format_bytes, size_
 from paceline.engine.step import step_limits
 from paceline.errors import ParameterError, PromptTooLongError, TemplateError
 from paceline.models.base import build_plan
+from paceline.text.tools import ToolStyle, described, tool_style
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
     from paceline.engine.speculation.base import Proposer
     from paceline.measure.recorder import StepRecorder
+    from paceline.structured.grammar import Grammar
+    from paceline.structured.grammars import Grammars
     from paceline.text.chat_template import ChatTemplate
     from paceline.text.tokenizer import Tokenizer
+    from paceline.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     tokenizer: Tokenizer
     template: ChatTemplate | None
     engine: Engine
+    grammars: Grammars
     backend: Backend
     recorder: StepRecorder | None  # None: no ledger is kept
     config: EngineConfig
@@ -78,10 +83,12 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         on_rendered: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's turn.
 
+        A template that knows no tools gets a conversation in which all about them is words.
         `on_rendered` is called between the template's work and the tokenizer's.
         """
         if self.template is None:
@@ -90,8 +97,20 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
                 "(paceline run --raw, /v1/completions) or give one with --chat-template",
                 param="messages",
             )
-        self._check_fits(messages, param="messages")
-        return self.template.encode(list(messages), self.tokenizer, on_rendered=on_rendered)
+        self._check_fits([messages, tools], param="messages")
+        told, listed = list(messages), list(tools)
+        if tool_style(self.template.source) is ToolStyle.DESCRIBED:
+            told, listed = described(told, listed), []
+        return self.template.encode(
+            told, self.tokenizer, tools=listed or None, on_rendered=on_rendered
+        )
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return `params.structured` compiled, None if it is None. May take a second.
+
+        Raises ParameterError saying what is wrong in it.
+        """
+        return None if params.structured is None else self.grammars.compile(params.structured)
 
     def _check_fits(self, texts: object, *, param: str) -> None:
         """Refuse a text that no tokenizer could fit into the context, before it is encoded."""
@@ -146,6 +165,8 @@ def load_model(
         )
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
+    from paceline.structured.grammars import Grammars
+
     recorder = _new_recorder(checkpoint, config) if config.ledger else None
     isa = str(getattr(backend, "isa", config.backend))
     engine = Engine(
@@ -167,6 +188,11 @@ def load_model(
         tokenizer=tokenizer,
         template=template,
         engine=engine,
+        grammars=Grammars(
+            tokenizer,
+            vocab_size=checkpoint.config.vocab_size,
+            eos_ids=checkpoint.generation.eos_ids,
+        ),
         backend=backend,
         recorder=recorder,
         config=resolved,

@@ -22,6 +22,15 @@ def check_ids(ids: Iterable[int], *, param: str, num_ids: int) -> None:
             )
 
 
+def check_grammar(request: Request) -> None:
+    """Raise where the structure that is asked for would not be kept to."""
+    if request.params.structured is not None and request.grammar is None:
+        raise ParameterError(
+            "structured is given, but no grammar: make it with LoadedModel.grammar",
+            param="structured",
+        )
+
+
 def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) -> None:
     """Raise unless prompt and one token more fit the context and the KV pool.
 

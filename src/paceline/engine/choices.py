@@ -65,6 +65,9 @@ class ChoiceMaker(Struct, frozen=True, kw_only=True):
                 else None,
                 ends=ends,
                 arrival_ns=arrival_ns,
+                grammar=request.grammar.start(may_end_early=not params.ignore_eos)
+                if request.grammar is not None
+                else None,
             )
             for index in range(params.n)
         ]

@@ -13,8 +13,9 @@ from msgspec import Struct
 from paceline.backends.base import F32, Backend
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.checks import check_books, check_ids, check_length
+from paceline.engine.checks import check_books, check_grammar, check_ids, check_length
 from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.masks import Masks
 from paceline.engine.prefix_cache import open_cache
 from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, describe_failure, token_logprob
@@ -90,6 +91,7 @@ class Engine:
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
         self._sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
+        self._masks = Masks(vocab_size=self._vocab_size, max_rows=limits.max_logit_rows)
         self._maker = ChoiceMaker(
             tokenizer=tokenizer,
             sampler=self._sampler,
@@ -116,6 +118,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ParameterError or PromptTooLongError if the engine cannot run `request`."""
         params = request.params
+        check_grammar(request)
         check_length(
             request, max_model_len=self.max_model_len, num_pool_tokens=self._num_pool_tokens
         )
@@ -215,6 +218,7 @@ class Engine:
             if self._thread.is_alive():
                 log.warning("the engine's step did not end within %.1f s", timeout_s)
                 return
+        self._masks.close()
         if self._cache is not None:
             self._cache.close()
         self._backend.close()
@@ -279,6 +283,8 @@ class Engine:
         for blocks, data in schedule.writes:
             self._backend.write_blocks(blocks, data)
         step, seqs = self._builder.build(schedule.chunks)
+        rows = root_rows(seqs) if schedule.num_drafted else list(range(len(seqs)))
+        self._masks.begin(seqs, rows)
         built_ns = clock()
         output = self._backend.forward(step)
         forward_ns = clock()
@@ -289,12 +295,16 @@ class Engine:
             work_ns=min(max(output.end_ns, built_ns), forward_ns) if output.end_ns else forward_ns,
             forward_ns=forward_ns,
         )
-        rows = root_rows(seqs) if schedule.num_drafted else list(range(len(seqs)))
         for seq, n in schedule.chunks:
             seq.num_computed += n if seq.draft is None else n - len(seq.draft.tokens)
         if any(seq.siblings for seq in seqs):
             seqs, rows = self._fork(seqs, rows)
-        ids, details = self._sampler.sample(output.logits, rows, [seq.sampler for seq in seqs])
+        masks, mask_rows = self._masks.wait(seqs, rows)
+        if masks is not None:
+            recorder.masked(clock())
+        ids, details = self._sampler.sample(
+            output.logits, rows, [seq.sampler for seq in seqs], masks, mask_rows
+        )
         sampled_ns = clock()
         recorder.sampled(seqs, sampled_ns)
         following = follow(seqs, rows, ids) if schedule.num_drafted else []
@@ -361,8 +371,8 @@ class Engine:
             try:
                 text = seq.append_token(token_id, now_ns)
             except Exception as error:
-                log.exception("request %s: its text failed", seq.request.id)
-                self._fail(seq, f"the text of token {token_id} failed: {error}")
+                log.exception("request %s: token %d failed", seq.request.id, token_id)
+                self._fail(seq, f"token {token_id} failed: {error}")
                 continue
             self._num_generated += 1
             if text and not seq.first_text_ns:

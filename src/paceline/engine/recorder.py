@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Recorder(Protocol):
     """What the engine tells about itself. All but `open` is called by the engine's thread.
 
-    A step is `ran`, then any `fork`, `sampled`, any `verified`, `first_text` and `close`, then
-    `committed`.
+    A step is `ran`, then any `fork`, `masked`, `sampled`, any `verified`, `first_text` and
+    `close`, then `committed`.
     """
 
     def open(self, begin_ns: int, now_ns: int) -> Ledger | None:
@@ -24,6 +24,9 @@ class Recorder(Protocol):
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
         """The step's chunks are computed. Precondition: `num_computed` does not count them yet."""
+
+    def masked(self, now_ns: int) -> None:
+        """The step's masks are there: what its rows of logits may choose."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` goes on from the prompt that `parent` has computed."""
@@ -55,6 +58,9 @@ class NoRecorder:
         pass
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
+        pass
+
+    def masked(self, now_ns: int) -> None:
         pass
 
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import paceline._native as native
 from paceline.backends.base import F32
 from paceline.types import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from paceline.engine.masks import U32
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -90,15 +93,23 @@ class Sampler:
         return state
 
     def sample(
-        self, logits: F32, rows: list[int], states: list[SamplerState]
+        self,
+        logits: F32,
+        rows: list[int],
+        states: list[SamplerState],
+        masks: U32 | None = None,
+        mask_rows: Seq[int] = (),
     ) -> tuple[list[int], list[tuple[float, int, list[tuple[int, float]]] | None]]:
         """Return token ids and raw log-probabilities, where asked for, of `rows` of logits [L, V].
+
+        `mask_rows` has for each of `rows` the row of `masks` [.., W] (see `Masks`) that says what
+        it may choose, -1 for anything; it is empty where no row is bound.
 
         An id below 0 means that nothing could be chosen: see `describe_failure`.
         """
         if not rows:
             return [], []
-        ids, details = self._native.sample(logits, rows, states)
+        ids, details = self._native.sample(logits, rows, states, masks, mask_rows)
         return ids, details
 
 
@@ -108,7 +119,9 @@ def describe_failure(token_id: int) -> str:
         return (
             "the model's logits are not finite (NaN or infinity): weights or activations overflow"
         )
-    return "every token is forbidden by bad_words, logit_bias and min_tokens: loosen them"
+    return (
+        "every token is forbidden by bad_words, logit_bias, min_tokens and structured: loosen them"
+    )
 
 
 def token_logprob(

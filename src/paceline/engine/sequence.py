@@ -12,6 +12,7 @@ from paceline.engine.sampler import SamplerState
 from paceline.types import FinishReason, Request, Timings, Usage
 
 if TYPE_CHECKING:
+    from paceline.engine.masks import GrammarState
     from paceline.engine.prefix_cache import Chain
     from paceline.engine.speculation.base import Draft
     from paceline.measure.ledger import Ledger
@@ -44,9 +45,9 @@ class State(enum.Enum):
 class Sequence(Struct, eq=False, kw_only=True):
     """Known tokens, how many of them are in the KV cache, and all that the next token depends on.
 
-    Sampler, decoder and stop matcher outlive a preemption, so a resumed sequence goes on exactly
-    where it was. `siblings` are the request's other choices while they wait for the prompt that
-    this one computes for all.
+    Sampler, grammar, decoder and stop matcher outlive a preemption, so a resumed sequence goes on
+    exactly where it was. `siblings` are the request's other choices while they wait for the prompt
+    that this one computes for all.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     ends: Mapping[int, str | int | None]  # tokens that end it -> the stop_reason each gives
     arrival_ns: int
     ledger: Ledger | None = None
+    grammar: GrammarState | None = None
     siblings: list[Sequence] = field(default_factory=list)
 
     state: State = State.WAITING
@@ -93,6 +95,7 @@ class Sequence(Struct, eq=False, kw_only=True):
         Sets `finish_reason` when the token ends the sequence. The text of an end token is not
         shown. Stop strings are looked for from `min_tokens` on.
         """
+        is_over = self.grammar is not None and self.grammar.commit(token_id)
         self.token_ids.append(token_id)
         self.sampler.commit(token_id)
         if not self.first_token_ns:
@@ -102,6 +105,9 @@ class Sequence(Struct, eq=False, kw_only=True):
             self.finish_reason, self.stop_reason = "stop", self.ends[token_id]
             return self._flush()
         text = self._visible(self.decoder.feed(token_id))
+        if self.finish_reason is None and is_over:
+            text += self._flush()
+            self.finish_reason = "stop"
         if self.finish_reason is None and len(self.token_ids) >= self.max_len:
             text += self._flush()
             self.finish_reason = self.finish_reason or "length"

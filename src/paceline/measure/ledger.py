@@ -33,6 +33,7 @@ class Part(enum.IntEnum):
     DRAFT = enum.auto()
     VERIFY = enum.auto()
     GIL_WAIT = enum.auto()
+    GRAMMAR = enum.auto()
     SAMPLE = enum.auto()
     DETOKENISE = enum.auto()
     HANDOFF = enum.auto()

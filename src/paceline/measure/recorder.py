@@ -94,6 +94,11 @@ class StepRecorder:
         child.ledger = parent.ledger.fork()
         self._ledgers.append(child.ledger)
 
+    def masked(self, now_ns: int) -> None:
+        for ledger in self._ledgers:
+            ledger.spend(Part.GRAMMAR, now_ns)
+        self._record.masked_ns = now_ns
+
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
         self._record.sampled_ns = now_ns
         observe = self.counters.gap_s.observe

@@ -50,6 +50,7 @@ class StepRecord(Struct, kw_only=True):
     built_ns: int = 0
     work_ns: int = 0  # the backend was done
     forward_ns: int = 0  # the engine's thread had the GIL again
+    masked_ns: int = 0  # the masks of structured answers were there; 0: there were none
     sampled_ns: int = 0
     end_ns: int = 0
     num_tokens: int = 0
@@ -74,13 +75,15 @@ class StepRecord(Struct, kw_only=True):
         """(phase, begin, end) in order; they fill the step. `draft` only where it took time."""
         drafted_ns = self.scheduled_ns - self.draft_ns
         draft = (("draft", drafted_ns, self.scheduled_ns),) if self.draft_ns else ()
+        masked_ns = self.masked_ns or self.forward_ns
         return (
             ("schedule", self.start_ns, drafted_ns),
             *draft,
             ("build", self.scheduled_ns, self.built_ns),
             ("forward", self.built_ns, self.work_ns),
             ("gil_wait", self.work_ns, self.forward_ns),
-            ("sample", self.forward_ns, self.sampled_ns),
+            ("grammar", self.forward_ns, masked_ns),
+            ("sample", masked_ns, self.sampled_ns),
             ("commit", self.sampled_ns, self.end_ns),
         )
 

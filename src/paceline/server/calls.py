@@ -167,6 +167,11 @@ class Call(Struct, eq=False, kw_only=True):
         return sum(e.usage.prompt_tokens for i, e in self.choices.items() if i % self.n == 0)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache."""
+        return sum(e.usage.cached_tokens for i, e in self.choices.items() if i % self.n == 0)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(ended.usage.completion_tokens for ended in self.choices.values())
 

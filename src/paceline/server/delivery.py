@@ -15,6 +15,7 @@ from paceline.types import Delta, Request
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
+    from paceline.server.admission import Admission
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -50,40 +51,97 @@ class Generation:
     """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`."""
 
     def __init__(
-        self, engine: Engine, outbox: Outbox, requests: Sequence[Request], call: Call
+        self,
+        engine: Engine,
+        outbox: Outbox,
+        requests: Sequence[Request],
+        call: Call,
+        *,
+        admission: Admission,
+        deadline_s: float | None = None,
     ) -> None:
         self.requests = requests
         self.call = call
         self._engine = engine
         self._outbox = outbox
+        self._admission = admission
+        self._deadline_s = deadline_s
         self.n = requests[0].params.n
         self._arrived: list[tuple[int, Delta]] = []
         self._news = asyncio.Event()
         self._num_open = [self.n] * len(requests)
         self._is_gone = False
+        self._failure: ApiError | None = None
+        self._num_waiting = len(requests)  # without a token yet
+        self._has_news = [False] * len(requests)
+        self._timers: list[asyncio.TimerHandle] = []
 
     @property
     def num_choices(self) -> int:
         return self.n * len(self.requests)
 
     def submit(self) -> None:
-        """Queue all requests, or none: raises for the first that the engine refuses."""
+        """Queue all requests, or none: raises for the first that the engine refuses.
+
+        Raises ApiError 429 where the queue is too long, or too long for the deadline.
+        """
         for request in self.requests:
             self._engine.check(request)
+        num_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
+        self._admission.check(
+            num_requests=len(self.requests), num_tokens=num_tokens, deadline_s=self._deadline_s
+        )
+        self._admission.enter(len(self.requests), num_tokens)
         for idx, request in enumerate(self.requests):
             try:
                 self._engine.submit(request, self._sink(idx))
-            except BackendError as error:
+            except PacelineError as error:
                 self.cancel()
-                raise ApiError(503, str(error)) from error
-            except PacelineError:
-                self.cancel()
+                for unsent in range(idx, len(self.requests)):
+                    self._leave_queue(unsent, is_served=False)
+                if isinstance(error, BackendError):
+                    raise ApiError(503, str(error)) from error
                 raise
+        self._start_timers()
+
+    def _start_timers(self) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s, deadline_s = self._admission.limits.timeout_s, self._deadline_s
+        if timeout_s is not None:
+            self._timers.append(loop.call_later(timeout_s, self._time_out, timeout_s))
+        if deadline_s is not None:
+            error = ApiError(
+                504, f"the deadline of {deadline_s:.3f} s has passed", code="deadline_exceeded"
+            )
+            self._timers.append(loop.call_later(deadline_s, self._expire, error))
+
+    def _time_out(self, timeout_s: float) -> None:
+        if self._num_waiting:
+            error = ApiError(
+                503, f"no token within {timeout_s:g} s: the server is overloaded, try again later",
+                code="queue_timeout", retry_after_s=self._admission.predict_s() or 1.0,
+            )  # fmt: skip
+            self._expire(error)
+
+    def _expire(self, error: ApiError) -> None:
+        """End the call with `error`, unless all of it has come already."""
+        if any(self._num_open):
+            self._failure = error
+            self.cancel()
+            self._news.set()
+
+    def _leave_queue(self, request_idx: int, *, is_served: bool) -> None:
+        if not self._has_news[request_idx]:
+            self._has_news[request_idx] = True
+            self._num_waiting -= 1
+            num_tokens = len(self.requests[request_idx].prompt_token_ids)
+            self._admission.leave(1, num_tokens, is_served=is_served)
 
     def _sink(self, request_idx: int) -> Callable[[Delta], None]:
         return lambda delta: self._outbox.post(self, request_idx, delta)
 
     def receive(self, request_idx: int, delta: Delta) -> None:
+        self._leave_queue(request_idx, is_served=bool(delta.token_ids))
         choice_idx = request_idx * self.n + delta.index
         if delta.finish_reason is not None:
             self._num_open[request_idx] -= 1
@@ -105,6 +163,8 @@ class Generation:
             yield
         finally:
             watcher.cancel()
+            for timer in self._timers:
+                timer.cancel()
             self.cancel()
 
     async def _watch(self, receive: Receive) -> None:
@@ -117,13 +177,16 @@ class Generation:
     async def bursts(self) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yield (choice index, delta) as they arrive, until every choice is finished.
 
-        Raises ClientGoneError when the client hung up, ApiError when the engine failed.
+        Raises ClientGoneError when the client hung up, ApiError when the engine failed or the
+        time was up.
         """
         while True:
             await self._news.wait()
             self._news.clear()
             if self._is_gone:
                 raise ClientGoneError
+            if self._failure is not None:
+                raise self._failure
             burst, self._arrived = self._arrived, []
             failure = next((d for _, d in burst if d.finish_reason in ("error", "abort")), None)
             if failure is not None:

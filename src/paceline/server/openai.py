@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from paceline.completion import Choice
 from paceline.server.sse import event
-from paceline.types import Delta, TokenLogprob, Usage
+from paceline.server.tools import message_fields, piece_delta
+from paceline.types import Delta, FinishReason, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from paceline.text.tool_calls import ToolReader
 
 Endpoint = Literal["chat", "completion"]
 
@@ -51,10 +55,17 @@ def _floor(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
 
 
+def _finish_reason(reason: FinishReason | None, reader: ToolReader) -> str | None:
+    """A cut answer stays "length", whatever calls it holds."""
+    return "tool_calls" if reason == "stop" and reader.has_only_whole_calls else reason
+
+
 class Formatter:
     """Writes the answer to one call: `whole`, or in chunks by `opening`, `chunks`, `closing`.
 
-    `figures` are asked for when the usage is written, and go with it as `usage.paceline`.
+    `prefixes`, one a choice, are written before the texts. With `num_prompt_tokens` every chunk
+    has the usage so far. `new_reader` makes what finds the calls in a choice's text. `figures` are
+    asked for when the usage is written, and go with it as `usage.paceline`.
     """
 
     def __init__(
@@ -66,6 +77,9 @@ class Formatter:
         tokenizer: TokenTexts,
         wants_logprobs: bool,
         include_usage: bool = False,
+        num_prompt_tokens: int | None = None,
+        prefixes: Sequence[str] = (),
+        new_reader: Callable[[], ToolReader] | None = None,
         figures: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._is_chat = endpoint == "chat"
@@ -73,6 +87,11 @@ class Formatter:
         self._wants_logprobs = wants_logprobs
         self._include_usage = include_usage
         self._figures = figures
+        self._new_reader = new_reader
+        self._readers: dict[int, ToolReader] = {}
+        self._prefixes = prefixes
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_completion_tokens = 0
         self._offsets: dict[int, int] = {}  # choice -> characters of the tokens so far
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         # All of a chunk but its choice is the same in every chunk: it is encoded once.
@@ -80,41 +99,77 @@ class Formatter:
         head = _encode({**self._head, "object": kind})[:-1]
         self._chunk_head = head + b',"choices":[{"index":'
         self._chunk_tail = b'}],"usage":null}' if include_usage else b"}]}"
+        if num_prompt_tokens is not None:
+            self._count(0)
 
     def whole(self, choices: Sequence[Choice], n: int) -> bytes:
         """Return the JSON of a finished answer."""
         objects = []
         for index, choice in enumerate(choices):
             body: dict[str, Any] = {"index": index}
+            finish_reason: str = choice.finish_reason
             if self._is_chat:
-                body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+                body["message"], finish_reason = self._message(index, choice)
             else:
-                body["text"] = choice.text
+                body["text"] = (self._prefixes[index] if self._prefixes else "") + choice.text
             body["logprobs"] = self._logprobs(index, choice.logprobs or ())
-            body["finish_reason"] = choice.finish_reason
+            body["finish_reason"] = finish_reason
             objects.append(body)
         kind = "chat.completion" if self._is_chat else "text_completion"
         usage = self._usage([choice.usage for choice in choices], n)
         return _encode({**self._head, "object": kind, "choices": objects, "usage": usage})
 
     def opening(self, num_choices: int) -> bytes:
-        """Return the chunks that come first: a role for each choice of a chat."""
+        """Return the chunks that come first: a role for each choice of a chat, else a prefix."""
         if not self._is_chat:
-            return b""
+            texts = [b'"text":' + _encode(prefix) for prefix in self._prefixes]
+            return b"".join(self._chunk(index, text, b"null") for index, text in enumerate(texts))
         delta = b'"delta":{"role":"assistant","content":""}'
         return b"".join(self._chunk(index, delta, b"null") for index in range(num_choices))
 
     def chunks(self, index: int, delta: Delta) -> bytes:
         """Return the chunks of a delta: its text if any, then its end if it is the last."""
         written = b""
-        if delta.text or (self._wants_logprobs and delta.logprobs):
+        if self._num_prompt_tokens is not None:
+            self._count(len(delta.token_ids))
+        finish_reason: str | None = delta.finish_reason
+        if self._new_reader is not None:
+            written, finish_reason = self._read(index, delta)
+        elif delta.text or (self._wants_logprobs and delta.logprobs):
             text = _encode(delta.text)
             body = b'"delta":{"content":' + text + b"}" if self._is_chat else b'"text":' + text
             written = self._chunk(index, body, b"null", delta.logprobs)
-        if delta.finish_reason is not None:
+        if finish_reason is not None:
             body = b'"delta":{}' if self._is_chat else b'"text":""'
-            written += self._chunk(index, body, _encode(delta.finish_reason))
+            written += self._chunk(index, body, _encode(finish_reason))
         return written
+
+    def _read(self, index: int, delta: Delta) -> tuple[bytes, str | None]:
+        """Return the chunks of an answer that may hold calls, and why it ends if it does."""
+        assert self._new_reader is not None
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = self._new_reader()
+        pieces = reader.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces += reader.finish()
+        deltas = [piece_delta(piece) for piece in pieces]
+        if not deltas and self._wants_logprobs and delta.logprobs:
+            deltas = [{"content": ""}]  # held back, but its scores are not
+        written = b""
+        for i, fields in enumerate(deltas):
+            scores = delta.logprobs if i == 0 else ()
+            written += self._chunk(index, b'"delta":' + _encode(fields), b"null", scores)
+        return written, _finish_reason(delta.finish_reason, reader)
+
+    def _message(self, index: int, choice: Choice) -> tuple[dict[str, Any], str]:
+        """Return the message of a finished choice, and why it ended."""
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._new_reader is None:
+            return message, choice.finish_reason
+        reader = self._new_reader()
+        message.update(message_fields([*reader.feed(choice.text), *reader.finish()]))
+        return message, _finish_reason(choice.finish_reason, reader) or choice.finish_reason
 
     def closing(self, usages: Sequence[Usage], n: int) -> bytes:
         """Return the chunk of usage figures where it was asked for."""
@@ -123,6 +178,14 @@ class Formatter:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         usage = self._usage(usages, n)
         return event(_encode({**self._head, "object": kind, "choices": [], "usage": usage}))
+
+    def _count(self, num_tokens: int) -> None:
+        """Write the usage so far into the chunks to come."""
+        self._num_completion_tokens += num_tokens
+        prompt, completion = self._num_prompt_tokens or 0, self._num_completion_tokens
+        counts = (prompt, completion, prompt + completion)
+        usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % counts
+        self._chunk_tail = b'}],"usage":' + usage + b"}"
 
     def _usage(self, usages: Sequence[Usage], n: int) -> dict[str, Any]:
         usage = usage_object(usages, n)

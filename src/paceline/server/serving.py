@@ -12,11 +12,12 @@ import uvicorn
 
 from paceline.engine.build import LoadedModel
 from paceline.engine.engine import Engine
-from paceline.server.app import STOP_TIMEOUT_S, create_app
+from paceline.server.admission import Limits
+from paceline.server.answers import STOP_TIMEOUT_S
+from paceline.server.app import create_app
+from paceline.server.door import Keys, Life
 from paceline.server.reports import Observer
 from paceline.server.timekeeping import TimedProtocol
-
-_POLL_S = 0.05
 
 
 def serve(
@@ -25,42 +26,53 @@ def serve(
     *,
     grace_s: float,
     observers: Iterable[Observer] = (),
+    keys: Keys | None = None,
+    limits: Limits | None = None,
     page: bool = True,
 ) -> None:
     """Serve `loaded` on `listener` until a signal ends it; `observers` are told of each call."""
+    life = Life()
     config = uvicorn.Config(
-        create_app(loaded, observers=observers, page=page), http=TimedProtocol, log_config=None,
-        access_log=False, server_header=False, lifespan="on",
-        timeout_graceful_shutdown=round(grace_s + STOP_TIMEOUT_S),
+        create_app(loaded, observers=observers, life=life, keys=keys, limits=limits, page=page),
+        http=TimedProtocol, log_config=None, access_log=False, server_header=False, lifespan="on",
+        timeout_graceful_shutdown=round(STOP_TIMEOUT_S) + 1,
     )  # fmt: skip
-    GracefulServer(config, loaded.engine, grace_s=grace_s).run(sockets=[listener])
+    GracefulServer(config, loaded.engine, life=life, grace_s=grace_s).run(sockets=[listener])
 
 
 class GracefulServer(uvicorn.Server):
-    """Gives calls in flight `grace_s`; then each gets a 503 or an error event as its end.
+    """Ends in good order at a signal.
 
-    uvicorn would cancel their tasks, which leaves clients without a word and tracebacks in the
-    log. A second Ctrl-C only ends the grace.
+    From the first one on new calls get a 503 and `/ready` says no, while calls in flight have
+    `grace_s` to end; then each gets a 503 or an error event as its end. The server goes on
+    listening until then, so that who asks is told. uvicorn would stop listening at once and cancel
+    the tasks, which leaves clients without a word and tracebacks in the log. A second signal ends
+    the grace.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, *, grace_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: Engine, *, life: Life, grace_s: float
+    ) -> None:
         super().__init__(config)
         self._engine = engine
+        self._life = life
         self._grace_s = grace_s
-        self._is_hurried = False
+        self._deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
-        self._is_hurried |= self.force_exit
         self.force_exit = False
+        if not self._life.is_draining:
+            self._deadline = time.monotonic() + self._grace_s
+        is_first, self._life.is_draining = not self._life.is_draining, True
+        self.should_exit = not (is_first and self._life.num_calls)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._life.is_draining and not self.should_exit:
+            is_over = time.monotonic() >= self._deadline
+            self.should_exit = is_over or not self._life.num_calls
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end_calls())
-        await super().shutdown(sockets)
-        ending.cancel()
-
-    async def _end_calls(self) -> None:
-        deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline and not self._is_hurried:
-            await asyncio.sleep(_POLL_S)
         await asyncio.to_thread(self._engine.stop, STOP_TIMEOUT_S)
+        await super().shutdown(sockets)

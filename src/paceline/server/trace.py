@@ -54,6 +54,8 @@ def _step_events(step: StepRecord, zero_ns: int) -> Iterator[Event]:
     span = step.start_ns - zero_ns, step.end_ns - zero_ns
     yield _slice(_ENGINE, 1, f"step {step.number}", *span, args)
     for name, begin_ns, end_ns in step.phases:
+        if name == "grammar" and begin_ns == end_ns:
+            continue  # nothing in the step was structured
         yield _slice(_ENGINE, 1, name, begin_ns - zero_ns, end_ns - zero_ns)
     by_kind = {kind.label: count for kind, count in tokens.items()}
     yield {"ph": "C", "pid": _ENGINE, "name": "tokens", "ts": span[0] / 1e3, "args": by_kind}

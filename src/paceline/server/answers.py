@@ -1,0 +1,293 @@
+"""Answers: calls that generate text, from their body to the last byte of the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from paceline.completion import ChoiceBuilder
+from paceline.engine.build import LoadedModel
+from paceline.errors import ParameterError
+from paceline.measure.ledger import Part
+from paceline.server.admission import Admission, Limits
+from paceline.server.body import read_body, request_id
+from paceline.server.calls import Call
+from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.errors import ApiError
+from paceline.server.openai import Formatter
+from paceline.server.params import (
+    check_stream_options,
+    deadline_s,
+    priority,
+    sampling_params,
+    split_prompts,
+    structured_field,
+)
+from paceline.server.reports import Reports
+from paceline.server.schema import ChatRequest, CompletionRequest, parse
+from paceline.server.sse import DONE, EventStream
+from paceline.server.timekeeping import CALL
+from paceline.server.timeline import engine_id, server_timing
+from paceline.server.tokens import check_model
+from paceline.server.tools import ToolUse, compile_calls, tool_use
+from paceline.text.tool_calls import ToolReader
+from paceline.text.tools import tool_style
+from paceline.types import Request, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from paceline.structured.grammar import Grammar
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told to come back
+STOP_TIMEOUT_S = 5.0
+# Parsing and tokenising a body up to this size takes well under a millisecond; a longer one goes
+# to a thread, so that it does not hold up the streams of others.
+_INLINE_BODY_BYTES = 4096
+
+ApiRequest = ChatRequest | CompletionRequest
+Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts' ids
+
+
+class Answers:
+    """Answers calls for one loaded model. Its lifespan is the engine's."""
+
+    def __init__(self, loaded: LoadedModel, reports: Reports, limits: Limits) -> None:
+        self._loaded = loaded
+        self._reports = reports
+        self._admission = Admission(limits)
+        self._outbox: Outbox | None = None
+        self._num_open = 0
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
+        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self._outbox = Outbox(asyncio.get_running_loop())
+        self._loaded.engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(self._reports.close)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = await read_body(http)
+        return await self._answer(http, body, self._prepare_chat)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = await read_body(http)
+        return await self._answer(http, body, self._prepare_completion)
+
+    def _prepare_chat(self, body: bytes, call: Call) -> Prepared:
+        request = parse(body, ChatRequest)
+        params = self._params(request)
+        call.lap(Part.PARSE)
+        use = self._tool_use(request)
+        ids = self._loaded.encode_chat(
+            request.messages,
+            tools=use.objects if use else (),
+            on_rendered=lambda: call.lap(Part.TEMPLATE),
+        )
+        call.lap(Part.TOKENISE)
+        return request, params, [ids]
+
+    def _prepare_completion(self, body: bytes, call: Call) -> Prepared:
+        request = parse(body, CompletionRequest)
+        params = self._params(request)
+        prompts = split_prompts(request.prompt)
+        call.lap(Part.PARSE)
+        ids = [self._loaded.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
+        call.lap(Part.TOKENISE)
+        return request, params, ids
+
+    def _params(self, request: ApiRequest) -> SamplingParams:
+        check_model(request.model, self._loaded.name)
+        check_stream_options(request)
+        return sampling_params(request, self._loaded.default_params)
+
+    async def _answer(
+        self, http: HttpRequest, body: bytes, prepare: Callable[[bytes, Call], Prepared]
+    ) -> Response:
+        call: Call = http.scope["state"][CALL]
+        call.request_id = request_id(http)
+        call.traceparent = http.headers.get("traceparent", "")
+        call.lap(Part.RECEIVE)
+        if self._num_open >= MAX_OPEN_CALLS:
+            raise ApiError(
+                429, f"{MAX_OPEN_CALLS} calls are open: try again later",
+                retry_after_s=self._admission.predict_s() or 1.0,
+            )  # fmt: skip
+        assert self._outbox is not None
+        request, params, prompts = await self._prepare(prepare, body, call)
+        grammar = await self._compile(request, params, call)
+        wants_figures = self._wants_figures(request, http)
+        options = request.stream_options
+        is_chat = isinstance(request, ChatRequest)
+        call.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
+        formatter = Formatter(
+            "chat" if is_chat else "completion",
+            answer_id=call.id,
+            model=self._loaded.name,
+            tokenizer=self._loaded.tokenizer,
+            wants_logprobs=params.logprobs is not None,
+            include_usage=bool(options and options.include_usage) or wants_figures,
+            num_prompt_tokens=sum(map(len, prompts))
+            if options and options.continuous_usage_stats
+            else None,
+            prefixes=self._prefixes(request, prompts, params),
+            new_reader=self._new_reader(request),
+            figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
+        )
+        arrival_ns = call.lap(Part.PARSE)
+        requests = [
+            Request(
+                id=engine_id(call.id, idx),
+                prompt_token_ids=tuple(prompt),
+                params=params,
+                priority=priority(request),
+                cache_salt=request.cache_salt or "",
+                arrival_ns=arrival_ns,
+                grammar=grammar,
+            )
+            for idx, prompt in enumerate(prompts)
+        ]
+        generation = Generation(
+            self._loaded.engine, self._outbox, requests, call, admission=self._admission,
+            deadline_s=deadline_s(request, http.headers.get("x-request-deadline-ms"), call),
+        )  # fmt: skip
+        generation.submit()
+        call.accepted(params, num_prompts=len(prompts), is_stream=bool(request.stream))
+        headers = {
+            "x-request-id": call.request_id,
+            "server-timing": server_timing(call, call.mark_ns),
+        }
+        if request.stream:
+            return EventStream(generation, self._stream(generation, formatter), headers)
+        return await self._collect(http, generation, formatter, headers)
+
+    async def _compile(
+        self, request: ApiRequest, params: SamplingParams, call: Call
+    ) -> Grammar | None:
+        """Return the grammar of a structured answer. It is made on a thread of its own."""
+        use = self._tool_use(request)
+        if params.structured is None and use is None:
+            return None
+
+        def work() -> Grammar | None:
+            grammars, template = self._loaded.grammars, self._loaded.template
+            if use is None or template is None:
+                return self._loaded.grammar(params)
+            return compile_calls(use, params.structured, template.source, grammars)
+
+        call.lap(Part.PARSE)
+        try:
+            grammar = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        except ParameterError as error:
+            raise ApiError(400, str(error), param=structured_field(request)) from None
+        call.lap(Part.GRAMMAR)
+        return grammar
+
+    def _tool_use(self, request: ApiRequest) -> ToolUse | None:
+        if isinstance(request, CompletionRequest):
+            return None
+        return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+
+    def _new_reader(self, request: ApiRequest) -> Callable[[], ToolReader] | None:
+        """Return what makes the readers of answers that may hold calls; None if none may."""
+        use, template = self._tool_use(request), self._loaded.template
+        if use is None or template is None:
+            return None
+        style, names, max_calls = tool_style(template.source), use.names, use.max_calls
+        return lambda: ToolReader(style, names, max_calls=max_calls)
+
+    def _prefixes(
+        self, request: ApiRequest, prompts: list[list[int]], params: SamplingParams
+    ) -> list[str]:
+        """Return what each choice's text begins with: with `echo`, its prompt."""
+        if isinstance(request, ChatRequest) or not request.echo:
+            return []
+        decode = self._loaded.tokenizer.decode
+        given = split_prompts(request.prompt)
+        texts = [p if isinstance(p, str) else decode(p, skip_special=False) for p in given]
+        return [text for text in texts for _ in range(params.n)]
+
+    def _wants_figures(self, request: ApiRequest, http: HttpRequest) -> bool:
+        """Say whether the reply shall have `usage.paceline`: by field, or by header."""
+        header = http.headers.get("x-paceline-timings", "false").lower()
+        if header not in ("true", "false"):
+            raise ApiError(400, f"x-paceline-timings is {header!r}: send true or false")
+        is_wanted = header == "true" if request.timings is None else request.timings
+        if is_wanted and self._loaded.recorder is None:
+            raise ApiError(
+                400, "this server runs with --no-ledger: leave out timings", param="timings"
+            )
+        return is_wanted
+
+    async def _prepare(
+        self, prepare: Callable[[bytes, Call], Prepared], body: bytes, call: Call
+    ) -> Prepared:
+        if len(body) <= _INLINE_BODY_BYTES:
+            return prepare(body, call)
+
+        def work() -> Prepared:
+            call.lap(Part.HANDOFF)
+            return prepare(body, call)
+
+        prepared = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        call.lap(Part.HANDOFF)
+        return prepared
+
+    async def _stream(
+        self, generation: Generation, formatter: Formatter
+    ) -> AsyncGenerator[bytes, None]:
+        usages: dict[int, Usage] = {}
+        self._num_open += 1
+        try:
+            if opening := formatter.opening(generation.num_choices):
+                yield opening
+            async for burst in generation.bursts():
+                usages.update({idx: delta.usage for idx, delta in burst if delta.usage is not None})
+                if data := b"".join(formatter.chunks(idx, delta) for idx, delta in burst):
+                    yield data
+                    if any(delta.text for _, delta in burst):
+                        generation.call.wrote_content()
+            in_order = [usages[idx] for idx in sorted(usages)]
+            yield formatter.closing(in_order, generation.n) + DONE
+        finally:
+            self._num_open -= 1
+
+    async def _collect(
+        self,
+        http: HttpRequest,
+        generation: Generation,
+        formatter: Formatter,
+        headers: dict[str, str],
+    ) -> Response:
+        wants_logprobs = generation.requests[0].params.logprobs is not None
+        builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
+        self._num_open += 1
+        try:
+            async with generation.attended(http.receive):
+                async for burst in generation.bursts():
+                    for idx, delta in burst:
+                        builders[idx].add(delta)
+        except ClientGoneError:
+            return Response(status_code=499)
+        finally:
+            self._num_open -= 1
+        body = formatter.whole([builder.choice() for builder in builders], generation.n)
+        headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
+        return Response(body, media_type="application/json", headers=headers)

@@ -1,0 +1,45 @@
+"""What a request brings besides its fields: a bounded body, and its own name."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
+
+from paceline.server.calls import Call
+from paceline.server.errors import ApiError
+from paceline.server.timekeeping import CALL
+
+MAX_BODY_BYTES = 16 * 2**20
+
+
+async def read_body(http: HttpRequest) -> bytes:
+    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 413 or 415."""
+    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"content-type is {kind!r}: send application/json")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in http.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it")
+            parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before its body was complete") from None
+    return b"".join(parts)
+
+
+def request_id(http: HttpRequest) -> str:
+    """Return the caller's X-Request-Id if it is a plain short one, else one that the call keeps."""
+    call: Call | None = http.scope.get("state", {}).get(CALL)
+    if call is not None and call.request_id:
+        return call.request_id
+    given = http.headers.get("x-request-id", "")
+    is_plain = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    chosen = given if is_plain else uuid.uuid4().hex
+    if call is not None:
+        call.request_id = chosen
+    return chosen

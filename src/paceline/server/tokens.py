@@ -1,0 +1,91 @@
+"""/tokenize and /detokenize: how this model cuts text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from paceline.engine.build import LoadedModel
+from paceline.engine.checks import check_ids
+from paceline.server.body import read_body
+from paceline.server.errors import ApiError
+from paceline.server.schema import parse
+from paceline.server.tools import Tools, tool_use
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text, or a conversation as a chat would be encoded. vLLM's fields."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class TokenRoutes:
+    """The tokenizer of one model, over HTTP."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        request = parse(await read_body(http), TokenizeRequest)
+        self._check_model(request.model)
+        ids = self._encode(request)
+        text = self._loaded.tokenizer.token_text
+        body = {
+            "count": len(ids),
+            "max_model_len": self._loaded.config.max_model_len,
+            "tokens": ids,
+            "token_strs": [text(i) for i in ids] if request.return_token_strs else None,
+        }
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        request = parse(await read_body(http), DetokenizeRequest)
+        self._check_model(request.model)
+        tokenizer = self._loaded.tokenizer
+        check_ids(request.tokens, param="tokens", num_ids=tokenizer.vocab_size)
+        body = {"prompt": tokenizer.decode(request.tokens, skip_special=False)}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    def _encode(self, request: TokenizeRequest) -> list[int]:
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "send prompt or messages, one of them", param="prompt")
+        if request.messages is not None:
+            if request.add_special_tokens is not None:
+                raise ApiError(
+                    400, "the chat template decides on special tokens: leave it out",
+                    param="add_special_tokens",
+                )  # fmt: skip
+            use = tool_use(request.tools, None, None)
+            return self._loaded.encode_chat(request.messages, tools=use.objects if use else ())
+        if request.tools is not None:
+            raise ApiError(400, "tools need messages", param="tools")
+        assert request.prompt is not None
+        if request.add_special_tokens is False:
+            return self._loaded.tokenizer.encode(request.prompt, add_special=False)
+        return self._loaded.encode_prompt(request.prompt)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None:
+            check_model(name, self._loaded.name)
+
+
+def check_model(name: str, served: str) -> None:
+    """Raise ApiError 404 unless `name` is the model that is served."""
+    if name != served:
+        raise ApiError(
+            404, f"the model {name!r} is not served here: ask for {served!r}",
+            param="model", code="model_not_found",
+        )  # fmt: skip

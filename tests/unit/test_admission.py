@@ -1,0 +1,111 @@
+"""The queue's length, its prediction, and who is turned away."""
+
+import pytest
+
+from paceline.server.admission import Admission, Limits
+from paceline.server.errors import ApiError, error_response
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def admission(clock, **limits):
+    return Admission(Limits(**limits), clock=clock)
+
+
+def refusal(queue, num_requests=1, num_tokens=10, deadline_s=None):
+    with pytest.raises(ApiError) as caught:
+        queue.check(num_requests=num_requests, num_tokens=num_tokens, deadline_s=deadline_s)
+    assert caught.value.status == 429
+    return caught.value
+
+
+def serve(queue, clock, num_tokens, after_s):
+    clock.now_s += after_s
+    queue.leave(1, num_tokens, is_served=True)
+
+
+def test_a_queue_without_history_promises_nothing(clock):
+    queue = admission(clock)
+    assert queue.predict_s(1, 1000) is None
+    queue.check(num_requests=10**6, num_tokens=10**9, deadline_s=0.001)
+
+
+def test_the_prediction_is_what_waits_by_the_rate_of_late(clock):
+    queue = admission(clock)
+    for _ in range(10):
+        queue.enter(1, 100)
+    for _ in range(5):
+        serve(queue, clock, 100, after_s=2)
+    assert queue.predict_s() == pytest.approx(10)
+    assert queue.predict_s(1, 100) == pytest.approx(12)
+    for _ in range(4):
+        serve(queue, clock, 100, after_s=8)
+    assert 2 < queue.predict_s() < 8  # of the one that is left: the rate has changed
+
+
+def test_idle_time_is_not_counted(clock):
+    queue = admission(clock)
+    for _ in range(3):
+        queue.enter(1, 100)
+        serve(queue, clock, 100, after_s=1)
+        clock.now_s += 1000
+    assert queue.predict_s(1, 100) == pytest.approx(1)
+
+
+def test_a_full_queue_says_when_to_come_back(clock):
+    queue = admission(clock, max_requests=3)
+    for _ in range(4):
+        queue.enter(1, 100)
+    serve(queue, clock, 100, after_s=2)
+    error = refusal(queue)
+    assert (error.code, error.retry_after_s) == ("queue_full", pytest.approx(6))
+    assert error_response(error).headers["retry-after"] == "6"
+    serve(queue, clock, 100, after_s=2)
+    queue.check(num_requests=1, num_tokens=10, deadline_s=None)
+    assert refusal(queue, num_requests=2).code == "queue_full"
+
+
+def test_a_queue_is_full_by_tokens_too_but_an_empty_one_takes_anything(clock):
+    queue = admission(clock, max_tokens=100)
+    queue.check(num_requests=1, num_tokens=500, deadline_s=None)
+    queue.enter(1, 80)
+    queue.check(num_requests=1, num_tokens=20, deadline_s=None)
+    error = refusal(queue, num_tokens=21)
+    assert "80 prompt tokens wait" in str(error)
+    assert error_response(error).headers["retry-after"] == "1"  # nothing is known yet
+
+
+def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(clock):
+    queue = admission(clock)
+    for _ in range(3):
+        queue.enter(1, 100)
+    serve(queue, clock, 100, after_s=1)
+    queue.check(num_requests=1, num_tokens=100, deadline_s=3.5)
+    error = refusal(queue, num_tokens=100, deadline_s=2.5)
+    assert (error.code, error.retry_after_s) == ("deadline_unreachable", pytest.approx(3))
+
+
+def test_short_prompts_do_not_make_a_long_one_look_hopeless(clock):
+    queue = admission(clock)
+    for _ in range(5):
+        queue.enter(1, 1)
+        serve(queue, clock, 1, after_s=0.003)  # mostly overhead, not the price of a token
+    queue.check(num_requests=1, num_tokens=2000, deadline_s=0.5)
+
+
+def test_those_who_give_up_leave_the_queue_and_teach_nothing(clock):
+    queue = admission(clock)
+    queue.enter(2, 200)
+    clock.now_s += 5
+    queue.leave(2, 200, is_served=False)
+    assert (queue.num_requests, queue.num_tokens, queue.predict_s(1, 1)) == (0, 0, None)
