@@ -164,6 +164,13 @@ class BoundProgram {
     check_blocks(dst);
     for (size_t i = 0; i < src.size(); i++) program_.copy_block(int(src[i]), int(dst[i]));
   }
+  // One after the other, so a slot that was written may be read.
+  void copy_slots(const std::vector<int64_t>& src, const std::vector<int64_t>& dst) {
+    if (src.size() != dst.size()) fail("copy_slots needs as many sources as destinations");
+    for (int64_t slot : src) program_.check_slot(slot);
+    for (int64_t slot : dst) program_.check_slot(slot);
+    for (size_t i = 0; i < src.size(); i++) program_.copy_slot(int(src[i]), int(dst[i]));
+  }
   void read_blocks(const std::vector<int64_t>& blocks,
                    nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) const {
     check_blocks(blocks);
@@ -276,6 +283,7 @@ void bind_program(nb::module_& m) {
           nb::arg("tokens"), nb::arg("positions"), nb::arg("slots"), nb::arg("seqs"), nb::arg("block_tables"),
           nb::arg("logit_rows"), nb::arg("tree") = nb::none())
       .def("copy_blocks", &BoundProgram::copy_blocks)
+      .def("copy_slots", &BoundProgram::copy_slots)
       .def("read_blocks", &BoundProgram::read_blocks, nb::arg("blocks"), nb::arg("out").noconvert())
       .def("write_blocks", &BoundProgram::write_blocks)
       .def("set_profiling", [](BoundProgram& self, bool on) { self.program().set_profiling(on); })

@@ -215,6 +215,27 @@ void Program::check_block(int64_t block) const {
 
 uint8_t* Program::block(int index) const { return kv_.data() + size_t(index) * block_bytes(); }
 void Program::copy_block(int src, int dst) { std::memmove(block(dst), block(src), block_bytes()); }
+void Program::check_slot(int64_t slot) const {
+  const int64_t num_slots = int64_t(kv_shape_.num_blocks) * kv_shape_.block_size;
+  if (slot < 0 || slot >= num_slots)
+    fail("slot " + std::to_string(slot) + " is outside of the KV cache of " + std::to_string(num_slots) + " slots");
+}
+void Program::copy_slot(int src, int dst) {
+  const KVLayout& kv = step_.kv;
+  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim);
+  const size_t head_bytes = part_bytes(kv_shape_) / size_t(kv.kv_heads), item = head_bytes / (size * dim);
+  const size_t from_key = size_t(src) % size, to_key = size_t(dst) % size;
+  const uint8_t* from = block(int(size_t(src) / size));
+  uint8_t* to = block(int(size_t(dst) / size));
+  for (size_t part = 0; part < kv.block_bytes; part += kv.layer_bytes) {
+    for (size_t k = part; k < part + kv.layer_bytes / 2; k += head_bytes) {
+      for (size_t d = 0; d < dim; d++)
+        std::memcpy(to + k + (d * size + to_key) * item, from + k + (d * size + from_key) * item, item);
+      const size_t v = k + kv.layer_bytes / 2;
+      std::memmove(to + v + to_key * dim * item, from + v + from_key * dim * item, dim * item);
+    }
+  }
+}
 void Program::read_block(int index, uint8_t* to) const { std::memcpy(to, block(index), block_bytes()); }
 void Program::write_block(int index, const uint8_t* from) { std::memcpy(block(index), from, block_bytes()); }
 

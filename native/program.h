@@ -63,6 +63,8 @@ class Program {
   size_t block_bytes() const { return step_.kv.block_bytes; }
   void check_block(int64_t block) const;
   void copy_block(int src, int dst);
+  void check_slot(int64_t slot) const;
+  void copy_slot(int src, int dst);  // K and V of one token, all layers
   void read_block(int index, uint8_t* to) const;
   void write_block(int index, const uint8_t* from);
 

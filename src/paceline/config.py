@@ -30,6 +30,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     num_threads: int | None = None  # default: affinity mask and cgroup quota
     policy: str = "fcfs"  # a spec, e.g. "slo:step_ms=50"
     backend: str = "native"
+    speculate: str = "off"  # how to draft ahead: a spec, e.g. "ngram:max=8"
     seed: int = 0  # base of the seeds of requests that bring none
     ledger: bool = False  # book where each request's time goes
 
@@ -48,7 +49,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
                 )
         for name, kind in (
             ("policy", str), ("backend", str), ("seed", int), ("ledger", bool),
-            ("prefix_cache", bool),
+            ("prefix_cache", bool), ("speculate", str),
         ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, kind):

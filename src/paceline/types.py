@@ -212,6 +212,8 @@ class Timings(Struct, frozen=True, kw_only=True):
     tpot_s: float | None
     e2e_s: float
     num_preemptions: int = 0
+    num_drafted: int = 0  # tokens that speculation guessed
+    num_accepted: int = 0  # and those that were right
 
 
 class Delta(Struct, frozen=True, kw_only=True):

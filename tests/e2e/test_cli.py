@@ -49,6 +49,15 @@ def test_run_json_is_one_object(script_path):
     assert result.stderr == ""
 
 
+def test_a_second_run_finds_the_prompt_of_the_first_on_disk(script_path, tmp_path):
+    arguments = ("0" * 40, "--raw", "-n", "3", "--temperature", "0",
+                 "--kv-tier", f"disk:path={tmp_path},size=1M", *ENGINE)  # fmt: skip
+    first, second = (paceline("run", str(script_path), *arguments) for _ in range(2))
+    assert first.stdout == second.stdout == "123\n"
+    assert "40 + 3 tokens" in first.stderr
+    assert "40 (32 cached) + 3 tokens" in second.stderr
+
+
 def test_chat_keeps_the_conversation_and_knows_its_commands(script_path):
     typed = "Hi\n/help\n/nonsense\n/reset\nHi again\n/exit\n"
     result = paceline("chat", str(script_path), "--temperature", "0", *ENGINE, input=typed)

@@ -174,16 +174,29 @@ def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(mode
     assert all(e.after_ms > 0.5 * e.before_ms for e in moved)
 
 
-def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
+def ask_under_one_system_prompt(server: LiveServer) -> None:
     shared = prompt(1024, seed=77)
-    with LiveServer(model, kv_memory_bytes=2**25) as server:
-        for i in range(5):
-            body = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
-            server.complete(shared + prompt(40, seed=i), **body)
+    for i in range(5):
+        body = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        server.complete(shared + prompt(40, seed=i), **body)
+
+
+def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
+    with LiveServer(model, kv_memory_bytes=2**25, prefix_cache=False) as server:
+        ask_under_one_system_prompt(server)
         found = explained(server)
     assert bound_of(found, "ttft", 50).cause == "prefill"
     assert found.repeated_share == pytest.approx(4 * 1024 / (5 * 1064))
     assert any("repeat how an earlier prompt began" in note for note in found.notes)
+    assert found.advice[0].lever == "prefix-cache"
+
+
+def test_a_prompt_that_was_found_in_the_cache_is_no_repeat(model):
+    with LiveServer(model, kv_memory_bytes=2**25) as server:
+        ask_under_one_system_prompt(server)
+        found = explained(server)
+    assert found.repeated_share < 0.05
+    assert all(advice.lever != "prefix-cache" for advice in found.advice)
 
 
 def test_what_differs_in_its_first_tokens_is_no_repeat(model):
@@ -262,7 +275,7 @@ def test_a_workload_is_run_and_explained(model, tmp_path):
         (["WORK"], "--model"),
         (["TRACE", "--verify"], "--model"),
         (["TRACE", "--serve", "--threads 1"], "--serve is for a workload"),
-        (["WORK", "--model", "MODEL", "--serve", "--threads"], "write pairs"),
+        (["WORK", "--model", "MODEL", "--serve", "--threads"], "needs a number"),
         (["TRACE", "--model", "OTHER"], "name the same model"),
     ],
 )

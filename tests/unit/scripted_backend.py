@@ -79,6 +79,11 @@ class ScriptedBackend:
         for a, b in zip(src, dst, strict=True):
             self._slots[b] = self._slots[a]
 
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        flat = self._slots.reshape(-1)
+        for a, b in zip(src, dst, strict=True):
+            flat[b] = flat[a]
+
     def read_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         return self._slots[list(blocks)].view(np.uint8)
 
@@ -96,7 +101,8 @@ class ScriptedBackend:
             assert count >= 1
             next_row = first + count
             positions = np.arange(num_computed, num_computed + count)
-            assert (step.positions[first:next_row] == positions).all()
+            for row in range(first, next_row):
+                assert step.positions[row] == num_computed + len(self._own_rows(step, i, row)) - 1
             blocks = step.block_tables[i, positions // self._block_size]
             slots = blocks * self._block_size + positions % self._block_size
             assert (step.slots[first:next_row] == slots).all()
@@ -105,8 +111,16 @@ class ScriptedBackend:
     def _context(self, step: StepInput, row: int) -> list[int]:
         """Read back what a row attends to: all tokens of its sequence up to its own."""
         [i] = [i for i, (f, n, _) in enumerate(step.seqs.tolist()) if f <= row < f + n]
-        length = int(step.positions[row]) + 1
-        num_blocks = -(-length // self._block_size)
-        context = self._slots[step.block_tables[i, :num_blocks]].reshape(-1)[:length].tolist()
+        count, num_computed = step.seqs[i, 1:].tolist()
+        num_blocks = -(-(num_computed + count) // self._block_size)
+        slots = self._slots[step.block_tables[i, :num_blocks]].reshape(-1)
+        own = [num_computed + j for j in self._own_rows(step, i, row)]
+        context = [*slots[:num_computed].tolist(), *slots[own].tolist()]
         assert min(context) >= 0, "a slot is read before it is written"
         return context
+
+    def _own_rows(self, step: StepInput, i: int, row: int) -> list[int]:
+        """Return which rows of its own sequence a row sees, itself last."""
+        own = row - int(step.seqs[i, 0])
+        mask = 0 if step.tree is None else int(step.tree[row])
+        return [j for j in range(own + 1) if mask == 0 or mask >> j & 1]

@@ -9,6 +9,7 @@ from paceline.backends.base import StepInput
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.recorder import Recorder
+from paceline.engine.speculation.base import Pace, Proposer
 from paceline.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.unit.piece_tokenizer import PieceTokenizer
 from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script
@@ -44,9 +45,12 @@ def make_engine(
     recorder: Recorder | None = None,
     prefix_cache: bool = False,
     kv_tier: str | None = None,
+    proposer: Proposer | None = None,
+    pace: Pace | None = None,
 ) -> Engine:
     """Return an engine without a prefix cache, or else tests would share more than they say."""
     config = EngineConfig(
+        speculate="off" if proposer is None else "ngram",
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
@@ -71,6 +75,8 @@ def make_engine(
         vocab_size=vocab_size,
         eos_ids=eos_ids,
         recorder=recorder,
+        proposer=proposer,
+        pace=pace,
         clock=clock or Clock(),
     )
 

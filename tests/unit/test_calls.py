@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.engine.speculation.stats import SpecStats
 from paceline.errors import ParameterError
 from paceline.measure.histogram import SECONDS, Histogram
 from paceline.measure.ledger import Ledger, Part
@@ -91,6 +93,16 @@ def test_a_calls_parts_are_its_front_end_its_engine_and_its_way_out(clock):
         "decode": 18, "sample": 2, "handoff": 1, "send": 4, "residual": 0,
     }  # fmt: skip
     assert call.figures()["wall_ms"] == 40
+
+
+def test_drafted_tokens_of_all_choices_are_told_where_there_are_any(clock):
+    call = make_call(clock, n=2)
+    assert "drafted_tokens" not in call.figures()
+    for idx, (drafted, accepted) in enumerate(((7, 5), (4, 0))):
+        timings = replace(call.choices[idx].timings, num_drafted=drafted, num_accepted=accepted)
+        call.choices[idx] = replace(call.choices[idx], timings=timings)
+    figures = call.figures()
+    assert (figures["drafted_tokens"], figures["accepted_tokens"]) == (11, 5)
 
 
 def test_a_call_of_several_choices_follows_the_one_that_ends_last(clock):
@@ -220,18 +232,29 @@ def test_buckets_begin_at_a_tenth_of_a_millisecond_and_grow_evenly():
     assert all(1.5 < b / a < 1.7 for a, b in pairwise(SECONDS))
 
 
+def speculation_stats():
+    stats = SpecStats.empty()
+    stats.count([1, 2, 3], 2)
+    stats.count([1, 2], 0)
+    return stats
+
+
 class IdleEngine:
+    def __init__(self, speculation=None):
+        self.speculation = speculation
+
     def stats(self):
         return SimpleNamespace(
             num_running=2, num_waiting=3, num_live_blocks=25, num_blocks=100, num_cached_blocks=0,
             num_prefix_queried=9, num_prefix_hit=5, num_blocks_stored=0, num_blocks_restored=0,
             num_preemptions=4, num_generated_tokens=5,
+            speculation=self.speculation,
         )  # fmt: skip
 
 
-def scrape(meters, recorder=None):
+def scrape(meters, recorder=None, engine=None):
     """{(name, values of the other labels by name): value} of everything but buckets."""
-    metrics = Metrics(IdleEngine(), recorder, meters, model="m")
+    metrics = Metrics(engine or IdleEngine(), recorder, meters, model="m")
     values = {}
     for family in text_string_to_metric_families(metrics.exposition().decode()):
         for sample in family.samples:
@@ -241,6 +264,16 @@ def scrape(meters, recorder=None):
             if not sample.name.endswith("_bucket"):
                 values[sample.name, tuple(labels[k] for k in sorted(labels))] = sample.value
     return values
+
+
+def test_speculation_is_counted_where_it_is_on_and_absent_where_it_is_off():
+    assert not [name for name, _ in scrape(CallMeters()) if "spec_decode" in name]
+    values = scrape(CallMeters(), engine=IdleEngine(speculation_stats()))
+    names = ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
+    counted = [values[f"vllm:spec_decode_num_{name}", ()] for name in names]
+    assert counted == [2, 5, 2]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [values.get((name, (str(place),))) for place in range(4)] == [1, 1, 0, None]
 
 
 def test_the_names_that_gateways_know_are_there(clock):

@@ -41,13 +41,20 @@ def test_every_engine_option_reaches_the_config():
     result = parse(
         "--threads", "3", "--kv-memory", "1.5G", "--kv-dtype", "f32", "--block-size", "32",
         "--max-model-len", "100", "--max-num-seqs", "4", "--max-batched-tokens", "64",
-        "--policy", "priority", "--seed", "9",
+        "--policy", "priority", "--seed", "9", "--kv-tier", "disk:path=x,size=1G",
     )  # fmt: skip
     config = EngineConfig(
         num_threads=3, kv_memory_bytes=3 * 2**29, kv_dtype="f32", block_size=32, max_model_len=100,
         max_num_seqs=4, max_batched_tokens=64, policy="priority", seed=9,
+        kv_tier="disk:path=x,size=1G",
     )  # fmt: skip
     assert result.stdout.strip() == repr(("m", config, []))
+
+
+def test_the_prefix_cache_is_on_unless_it_is_turned_off():
+    assert EngineConfig().prefix_cache
+    config = EngineConfig(prefix_cache=False)
+    assert parse("--no-prefix-cache").stdout.strip() == repr(("m", config, []))
 
 
 def test_only_the_sampling_options_that_were_given_are_passed_on():

@@ -6,10 +6,12 @@ import json
 
 import pytest
 import typer
+from msgspec.structs import replace
 
 from paceline.cli.explain import installed_model, read_options
 from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
+from paceline.explain import costs
 from paceline.explain.causes import WORDS, find, gather, tpot_causes
 from paceline.explain.costs import Situation, StepCosts, fit_steps, scaled_costs
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
@@ -18,10 +20,13 @@ from paceline.explain.replay import plan_of_file, plan_of_run
 from paceline.explain.report import advise, explain, situation_of
 from paceline.explain.sources import from_file
 from paceline.explain.verify import pool
+from paceline.measure.ceilings import MachineCeilings
+from paceline.measure.floors import chunk_work, floor_s, prefill_work
 from paceline.measure.ledger import Part
 from paceline.measure.machine import Machine
 from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_table import Curve, StepTable
+from tests.unit.test_floors import CEILINGS, COSTS
 
 SERVER = ServerFacts(
     model="m", isa="avx2", num_threads=2, machine_threads=2, max_num_seqs=8,
@@ -123,6 +128,22 @@ def test_the_tail_can_have_another_cause_than_the_median():
     assert find(calls, "ttft", 99).main == "kv_memory"
 
 
+def test_a_floor_counts_only_what_the_cache_did_not_have():
+    machine = costs.Machine(
+        ceilings=MachineCeilings(
+            machine=MACHINE, measured_at=0.0, busy_cores=0.0,
+            by_threads=(replace(CEILINGS, num_threads=2),),
+        ),
+        costs=COSTS, num_threads=2, table=None,
+    )  # fmt: skip
+    whole, cached = call({"prefill": 1}, {}), call({"prefill": 1}, {})
+    cached = replace(cached, cached_tokens=99)
+    full, rest = (machine.floor_ms(find([c], "ttft", 50)) for c in (whole, cached))
+    assert full == pytest.approx(floor_s(prefill_work(COSTS, 100), CEILINGS) * 1e3)
+    last = chunk_work(COSTS, num_seqs=1, num_tokens=1, context=99, num_logit_rows=1)
+    assert rest == pytest.approx(floor_s(last, CEILINGS) * 1e3)
+
+
 def test_answers_of_one_token_have_no_tpot():
     assert find([call({"prefill": 1}, {}, num_tokens=1)], "tpot", 50) is None
 
@@ -131,10 +152,10 @@ def test_answers_of_one_token_have_no_tpot():
 
 
 def test_the_line_through_steps_is_found():
-    costs = fit_steps(STEPS)
-    assert costs.base_s == pytest.approx(0.010)
-    assert costs.token_s == pytest.approx(0.001)
-    assert costs.prefill_s(1000, 100) == pytest.approx(10 * 0.010 + 1.0)
+    line = fit_steps(STEPS)
+    assert line.base_s == pytest.approx(0.010)
+    assert line.token_s == pytest.approx(0.001)
+    assert line.prefill_s(1000, 100) == pytest.approx(10 * 0.010 + 1.0)
 
 
 def test_a_stall_bends_the_line_little():
@@ -163,7 +184,8 @@ def test_costs_are_never_negative():
 def test_every_change_is_an_option_of_serve():
     alone = typer.Typer()
     alone.command()(serve)
-    known = {name for param in typer.main.get_command(alone).params for name in param.opts}
+    params = typer.main.get_command(alone).params
+    known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
     calls = [
         call({"queue_kv": 100, "queue_budget": 100, "prefill": 100, "prefill_others": 200},
              {"decode": 100, "decode_others": 200}, others_prefill_ms=300)
@@ -172,14 +194,28 @@ def test_every_change_is_an_option_of_serve():
         StepFacts(num_tokens=n, num_decode=8, num_seqs=8, forward_s=0, duration_s=0.01 + n / 1e3)
         for n in (8, 100)
     )
-    options = dict(kv_dtype="f32", block_size=64, num_threads=1, max_batched_tokens=300)
+    options = dict(
+        prefix_cache=False, kv_dtype="f32", block_size=64, num_threads=1, max_batched_tokens=300
+    )
     proposed = situation(*calls, steps=full, **options)
     changes = [lever(proposed) for lever in LEVERS.values()]
     flags = {flag for proposal in changes if proposal for flag in proposal.change}
-    assert {"--threads", "--kv-memory", "--max-batched-tokens", "--policy", "--max-num-seqs",
-            "--block-size", "--kv-dtype"} == flags  # fmt: skip
+    assert flags == {
+        "--prefix-cache", "--threads", "--kv-memory", "--max-batched-tokens", "--policy",
+        "--max-num-seqs", "--block-size", "--kv-dtype",
+    }  # fmt: skip
     assert flags <= known
     assert set(options_of(SERVER)) <= known
+
+
+def test_the_prefix_cache_spares_what_repeats():
+    calls = [call({"prefill": 100}, {}, repeated=r) for r in (0, 96, 96, 96)]
+    found = advice(situation(*calls, prefix_cache=False), "prefix-cache")
+    assert after(found, "ttft", 50) == pytest.approx(100 * (1 - 0.72))
+    assert advice(situation(*calls), "prefix-cache") is None  # it is on
+    cached = [replace(c, cached_tokens=c.repeated_tokens) for c in calls]
+    assert situation(*calls).repeated_share == pytest.approx(0.72)
+    assert situation(*cached).repeated_share == 0
 
 
 def test_a_larger_budget_saves_the_steps_that_it_spares():
@@ -318,6 +354,20 @@ def test_a_run_is_planned_with_its_lengths_and_times_and_other_tokens():
     assert first.body["prompt"] != second.body["prompt"][:3]
 
 
+def test_a_replay_repeats_the_beginnings_that_repeated():
+    calls = [
+        call({"prefill": 1}, {}, num_prompt=n, began_at=float(i), repeated=r)
+        for i, (n, r) in enumerate(((100, 0), (90, 64), (80, 0)))
+    ]
+    first, second, third = (
+        p.body["prompt"] for p in plan_of_run(Facts(source="x", calls=tuple(calls)))
+    )
+    assert first[:64] == second[:64]
+    assert first[64:80] != second[64:80]
+    assert third[:32] != first[:32]
+    assert [len(p) for p in (first, second, third)] == [100, 90, 80]
+
+
 def test_rounds_are_pooled():
     one = call({"prefill": 1000}, {}, began_at=70.0)
     facts = Facts(source="x", calls=(one,), steps=STEPS, num_failed=1)
@@ -327,14 +377,15 @@ def test_rounds_are_pooled():
     assert [c.began_at for c in together.calls] == [0.0, 1.0]
 
 
-def test_options_of_serve_are_pairs():
-    assert read_options("--max-num-seqs 2 --threads 1") == {
-        "--max-num-seqs": "2", "--threads": "1",
+def test_options_of_serve_have_a_value_or_none():
+    assert read_options("--max-num-seqs 2 --no-prefix-cache --threads 1") == {
+        "--threads": "1", "--max-num-seqs": "2", "--no-prefix-cache": "",
     }  # fmt: skip
     assert list(read_options("")) == ["--threads"]
-    for text in ("--no-ledger", "max-num-seqs 2"):
-        with pytest.raises(ParameterError, match="pairs"):
-            read_options(text)
+    with pytest.raises(ParameterError, match="value of no option"):
+        read_options("--max-num-seqs 2 3")
+    with pytest.raises(ParameterError, match="needs a number"):
+        read_options("--threads --no-prefix-cache")
 
 
 def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(
@@ -392,9 +443,9 @@ def test_a_known_table_is_scaled_to_the_steps_that_ran():
         StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=0, duration_s=s)
         for n, s in ((1, 0.02), (8, 0.04), (8, 9.0), (8, 0.04))
     ]
-    costs = scaled_costs(table, slow)
-    assert costs.scale == pytest.approx(2.0)
+    scaled = scaled_costs(table, slow)
+    assert scaled.scale == pytest.approx(2.0)
     # A line through steps of 1 and 8 tokens would expect a step of 512 to take 1.5 s.
-    assert costs.prefill_s(512, 512) == pytest.approx(1.2)
-    assert costs.chunk_s(8) == pytest.approx(0.04)
-    assert costs.step_s(4) == pytest.approx(0.026)
+    assert scaled.prefill_s(512, 512) == pytest.approx(1.2)
+    assert scaled.chunk_s(8) == pytest.approx(0.04)
+    assert scaled.step_s(4) == pytest.approx(0.026)

@@ -5,12 +5,15 @@ import random
 import pytest
 from msgspec import structs
 
+from paceline.engine.speculation.base import Draft
 from paceline.measure.ledger import MAX_BLAMED, Ledger, Part, parts_ms, top_blame
 from paceline.measure.recorder import StepRecorder
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepLog, StepRecord
 from paceline.types import SamplingParams
-from tests.unit.scripted_engine import Answers, Clock, finish, make_engine, make_request
+from tests.unit.proposers import Eager, Oracle, wild_chain
+from tests.unit.scripted_backend import spelling_script
+from tests.unit.scripted_engine import VOCAB, Answers, Clock, finish, make_engine, make_request
 
 MS = 1_000_000
 
@@ -257,10 +260,13 @@ def test_a_failed_step_stays_unexplained():
     assert parts_ms(ledger.ns, wall_ns) == {"residual": 11.0}
 
 
+@pytest.mark.parametrize("is_drafting", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_sums_close_over_random_schedules(seed):
+def test_sums_close_over_random_schedules(seed, is_drafting):
     rng = random.Random(seed)
+    drafting = {"proposer": Oracle(lambda seq: (), wild_chain(8)), "pace": Eager()}
     engine, clock = make(
+        **(drafting if is_drafting else {}),
         clock=TickingClock(), base=0.3, per_token=0.01, num_blocks=rng.choice((12, 64)),
         max_model_len=128, max_num_seqs=rng.choice((2, 8)), max_batched_tokens=rng.choice((8, 64)),
         policy=rng.choice(("fcfs", "priority", "slo:step_ms=1")),
@@ -288,6 +294,52 @@ def test_sums_close_over_random_schedules(seed):
             ledger.ns[Part.DECODE_OTHERS] + ledger.ns[Part.PREFILL_OTHERS]
         )
         assert ledger.preempted_ns <= ledger.ns[Part.RECOMPUTE] + ledger.ns[Part.QUEUE_KV]
+
+
+# ---- drafts ----
+
+
+def test_rows_of_a_draft_are_verify_and_those_in_vain_are_blamed():
+    """A step of 1 + 4 rows takes 6 ms, one of 1 row 2 ms; of four guesses the third is wrong."""
+    tokens = [9, 10, 11, 12, 13, 14, 15]
+    text = [1, 2, 3, 9, 10, 11, 44, 13, 14, 15]
+    engine, _ = make(
+        script=spelling_script(VOCAB, 3, tokens), max_batched_tokens=64, pace=Eager(4),
+        proposer=Oracle(lambda seq: text if len(seq.token_ids) == 4 else ()),
+    )  # fmt: skip
+    answers = Answers()
+    engine.submit(make_request("warm", (1,), greedy(2)), answers)  # what one row costs
+    finish(engine)
+    engine.submit(make_request("a", (1, 2, 3), greedy(7)), answers)
+    finish(engine)
+    assert answers["a", 0].token_ids == tuple(tokens)
+    ledger = ledgers(answers)["a"]
+    assert_closes(ledger)
+    assert ms(ledger, Part.VERIFY) == pytest.approx(4.0)
+    assert ledger.rejected_ns / MS == pytest.approx(2.0)
+    assert ms(ledger, Part.DECODE) == pytest.approx(2.0 * 4)
+    step = next(s for s in engine._recorder.log.since(0) if s.num_tokens == 5)
+    assert step.tokens_by_kind()[Part.VERIFY] == 4
+    counters = engine._recorder.counters
+    assert (counters.tokens[Part.VERIFY], counters.tokens[Part.RECOMPUTE]) == (4, 0)
+    assert counters.gap_s.count == 6 + 1
+
+
+def test_making_drafts_has_its_part_and_its_phase():
+    clock = Clock()
+
+    def slow(_, ahead, length):
+        clock.now_ns += 3 * MS
+        return Draft([])
+
+    engine, _ = make(clock=clock, proposer=Oracle(lambda seq: (), slow), pace=Eager())
+    answers = Answers()
+    engine.submit(make_request("a", (1, 2, 3), greedy(4)), answers)
+    finish(engine)
+    ledger = ledgers(answers)["a"]
+    assert_closes(ledger)
+    assert ms(ledger, Part.DRAFT) == 3.0 * 2  # the last token has no place for a guess behind it
+    assert engine._recorder.counters.phase_ns["draft"] == 6 * MS
 
 
 # ---- the books of the steps ----

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.engine.engine import Engine
 from paceline.engine.kv_tier import KVTier
 from paceline.engine.sampler import choice_seed
 from paceline.types import Request, SamplingParams
@@ -114,7 +115,14 @@ def alone(request: Request) -> list[tuple[object, ...]]:
 @settings(max_examples=20, deadline=None)
 @given(schedules())
 def test_every_choice_equals_its_run_alone_and_the_books_close(schedule: Schedule) -> None:
-    engine = make_engine(max_model_len=MAX_LEN, **schedule.engine)
+    check(schedule, {arrival.request.id: alone(arrival.request) for arrival in schedule.arrivals})
+
+
+def check(
+    schedule: Schedule, expected: dict[str, list[tuple[object, ...]]], **options: Any
+) -> Engine:
+    """Run a schedule; every choice has the outcome expected of it, or its beginning if aborted."""
+    engine = make_engine(max_model_len=MAX_LEN, **schedule.engine, **options)
     if schedule.has_tier:
         assert engine._cache is not None
         engine._cache._tier = KVTier(DictStore(), engine._backend)  # type: ignore[arg-type]
@@ -140,12 +148,13 @@ def test_every_choice_equals_its_run_alone_and_the_books_close(schedule: Schedul
     assert engine.stats().num_live_blocks == 0
     for arrival in schedule.arrivals:
         request = arrival.request
-        for index, expected in enumerate(alone(request)):
+        for index, outcome in enumerate(expected[request.id]):
             answer = answers[request.id, index]
             if answer.end.finish_reason == "abort":
                 assert request.id in aborted
-                tokens = expected[1]
+                tokens = outcome[1]
                 assert isinstance(tokens, tuple)
                 assert answer.token_ids == tokens[: len(answer.token_ids)]
             else:
-                assert answer.outcome() == expected
+                assert answer.outcome() == outcome
+    return engine

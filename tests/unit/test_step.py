@@ -3,9 +3,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.config import EngineConfig
 from paceline.engine.sequence import Sequence
+from paceline.engine.speculation.base import MAX_DRAFTED, ROOT, Draft
+from paceline.engine.speculation.verify import root_rows
 from paceline.engine.step import StepBuilder, step_limits
 from tests.unit.test_scheduler import add, make_scheduler
 
@@ -81,3 +84,33 @@ def test_arrays_are_what_the_backend_wants() -> None:
         assert array.dtype == np.int32
         assert array.flags.c_contiguous
     assert step.tree is None
+
+
+def test_the_rows_of_a_draft_follow_the_last_known_token() -> None:
+    a, b, c = (make_sequence(i, 17, 16, [2 * i, 2 * i + 1]) for i in range(3))
+    b.draft = Draft([40, 41])
+    c.draft = Draft([50, 51, 52], [ROOT, ROOT, 1])
+    builder = StepBuilder(step_limits(replace(CONFIG, speculate="ngram"), 64, 10), 16)
+    step, ready = builder.build([(a, 1), (b, 3), (c, 4)])
+    assert ready == [a, b, c]
+    assert root_rows(ready) == [0, 1, 4]
+    assert step.logit_rows.tolist() == list(range(8))  # every row of a draft may be needed
+    assert step.tokens.tolist() == [16, 16, 40, 41, 16, 50, 51, 52]
+    assert step.positions.tolist() == [16, 16, 17, 18, 16, 17, 17, 18]
+    assert step.slots.tolist() == [16, 48, 49, 50, 80, 81, 82, 83]
+    assert step.seqs.tolist() == [[0, 1, 16], [1, 3, 16], [4, 4, 16]]
+    assert step.tree is not None
+    assert step.tree.tolist() == [0, 0, 0, 0, 0b1, 0b11, 0b101, 0b1101]
+
+
+def test_a_step_of_chains_has_no_tree() -> None:
+    a = make_sequence(0, 17, 16, [4, 9])
+    a.draft = Draft([40, 41])
+    step, _ = StepBuilder(step_limits(CONFIG, 64, 10), 16).build([(a, 3)])
+    assert step.tree is None
+
+
+def test_a_step_may_hold_logits_for_every_guess_where_there_are_guesses() -> None:
+    drafting = replace(CONFIG, speculate="ngram")
+    assert step_limits(drafting, 64, 10).max_logit_rows == 6 + MAX_DRAFTED
+    assert step_limits(CONFIG, 64, 10).max_logit_rows == 6

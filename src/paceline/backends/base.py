@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
+U64 = npt.NDArray[np.uint64]
 
 
 class StepLimits(Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class StepInput(Struct, frozen=True):
     logit_rows: I32  # [L] rows of the step that need logits
     # [T] or None: bit j of a row says that it sees row j of its own sequence in this step (bit of
     # itself included), for draft trees of up to 64 rows. None is causal.
-    tree: npt.NDArray[np.uint64] | None = None
+    tree: U64 | None = None
 
 
 class StepOutput(Struct, frozen=True):
@@ -70,6 +71,9 @@ class Backend(Protocol):
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy whole KV blocks, all layers, src[i] -> dst[i]."""
+
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy K and V of single tokens, all layers, src[i] -> dst[i], one after the other."""
 
     def read_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return [len(blocks), block_bytes]: K and V of all layers, in the backend's layout."""

@@ -95,6 +95,9 @@ class NativeBackend:
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         self._loaded().copy_blocks(list(src), list(dst))
 
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        self._loaded().copy_slots(list(src), list(dst))
+
     def read_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         program = self._loaded()
         data = np.empty((len(blocks), program.block_bytes), np.uint8)

@@ -277,6 +277,12 @@ class ReferenceBackend:
                 blocks = self._blocks(array)
                 blocks[list(dst)] = blocks[list(src)]
 
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        for kv in self.layers.values():
+            for array in (kv.k, kv.v):
+                for a, b in zip(src, dst, strict=True):
+                    array[b] = array[a]
+
     def read_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         parts = [
             self._blocks(array)[list(blocks)].reshape(len(blocks), -1)

@@ -52,11 +52,13 @@ def measure(loaded: LoadedModel, choice: Choice) -> dict[str, Any]:
 
         assert loaded.config.num_threads is not None
         model = loaded.checkpoint.config
+        num_gaps = choice.usage.completion_tokens - 1
+        num_steps = max(num_gaps - choice.timings.num_accepted, 1)  # a right draft saves its step
         mean_context = choice.usage.prompt_tokens + choice.usage.completion_tokens / 2
         timings["bandwidth_fraction"] = bandwidth_fraction(
             weight_bytes=decode_weight_bytes(model, loaded.checkpoint.tensors),
             kv_bytes=mean_context * kv_token_bytes(model, loaded.config.kv_dtype),
-            seconds_per_step=tpot_s,
+            seconds_per_step=tpot_s * num_gaps / num_steps,
             peak_bytes_per_s=read_bandwidth(loaded.config.num_threads),
         )
     return timings
@@ -75,6 +77,9 @@ def timing_line(choice: Choice, timings: dict[str, Any]) -> str:
     if timings["tpot_s"]:
         parts.append(f"TPOT {timings['tpot_s'] * 1e3:.2f} ms")
         parts.append(f"{timings['tokens_per_s']:.1f} tok/s")
+    if choice.timings.num_drafted:
+        accepted, drafted = choice.timings.num_accepted, choice.timings.num_drafted
+        parts.append(f"{accepted}/{drafted} drafted tokens right")
     if timings["bandwidth_fraction"] is not None:
         parts.append(f"{timings['bandwidth_fraction']:.0%} of the read bandwidth")
     return " · ".join(parts)

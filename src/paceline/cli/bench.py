@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.bench_offline import offline
+from paceline.cli.bench_spec import spec
 from paceline.cli.bench_values import (
     check_names,
     check_outputs,
@@ -34,6 +35,7 @@ REPORT = "Report"
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, rich_markup_mode="markdown")
 app.command("offline")(offline)
+app.command("spec")(spec)
 
 
 def _option(panel: str, *flags: str, **settings: Any) -> Any:
@@ -259,6 +261,8 @@ def bench(
     - `paceline bench --target a=localhost:8000 --target b=localhost:9000 --sweep 1,2 --rounds 5`
 
     - `paceline bench offline smollm2-135m --batch 1,8,32`
+
+    - `paceline bench spec qwen2.5-coder-1.5b`
     """
     if ctx.invoked_subcommand is not None:
         return

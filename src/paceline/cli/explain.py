@@ -184,13 +184,22 @@ def run_workload(
 
 
 def read_options(serve: str) -> dict[str, str]:
-    """Return the options of "--max-num-seqs 2 --policy slo", with --threads among them."""
-    words = shlex.split(serve)
-    names, values = words[::2], words[1::2]
-    if len(names) != len(values) or not all(name.startswith("--") for name in names):
-        raise ParameterError(f"--serve is {serve!r}: write pairs such as '--max-num-seqs 2'")
-    options = dict(zip(names, values, strict=True))
-    return {"--threads": str(resolve_num_threads(None)[0]), **options}
+    """Return the options of "--max-num-seqs 2 --no-prefix-cache", with --threads among them.
+
+    An option without a value, such as the second one, has an empty one.
+    """
+    options: dict[str, str] = {"--threads": str(resolve_num_threads(None)[0])}
+    name = ""
+    for word in shlex.split(serve):
+        if word.startswith("--"):
+            name, options[word] = word, ""
+        elif name and not options[name]:
+            options[name] = word
+        else:
+            raise ParameterError(f"--serve is {serve!r}: {word!r} is the value of no option")
+    if not options["--threads"].isdigit():
+        raise ParameterError(f"--serve is {serve!r}: --threads needs a number")
+    return options
 
 
 def check(

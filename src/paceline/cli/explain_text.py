@@ -73,7 +73,7 @@ def print_verification(found: Verification) -> None:
 
 
 def change_text(change: Change) -> str:
-    return " ".join(f"{option} {value}" for option, value in change.items())
+    return " ".join(f"{option} {value}".rstrip() for option, value in change.items())
 
 
 def _heading(found: Explanation) -> str:

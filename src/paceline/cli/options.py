@@ -111,6 +111,15 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         _DEFAULTS.policy,
     ),
+    "speculate": (
+        Annotated[
+            str,
+            _engine("--speculate", "Guess tokens ahead and check them in one step, as long as it "
+                    "pays; the text stays the same. off, or ngram[:max=15]: copy what followed "
+                    "the last time that the text ended like this."),
+        ],
+        _DEFAULTS.speculate,
+    ),
     "seed": (
         Annotated[int, _engine("--seed", "Base of the seeds of requests that bring none.")],
         _DEFAULTS.seed,

@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.engine.memory import format_bytes
-from paceline.measure.ceilings import MachineCeilings
+from paceline.measure.ceilings import QUIET_CORES, MachineCeilings
 from paceline.measure.roofline import Latency, Roofline, StepReport
 
 _FILE_WIDTH = 120
-_BUSY = 0.2  # cores
 _SMALL_SHARE = 0.005  # kinds of ops below it are told together
 
 
@@ -21,7 +20,7 @@ def print_machine(found: MachineCeilings) -> None:
     machine = found.machine
     quota = "" if machine.quota is None else f", quota of {machine.quota:g} CPUs"
     _say(f"{machine.cpu}: {machine.num_cores} cores{quota}, {machine.isa}")
-    if found.busy_cores > _BUSY:
+    if found.busy_cores > QUIET_CORES:
         _say(
             f"Others kept {found.busy_cores:.1f} cores busy when the ceilings were measured: "
             "repeat with --refresh when the machine is quiet."

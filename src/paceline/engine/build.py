@@ -25,6 +25,7 @@ from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
+    from paceline.engine.speculation.base import Proposer
     from paceline.measure.recorder import StepRecorder
     from paceline.structured.grammar import Grammar
     from paceline.structured.grammars import Grammars
@@ -147,6 +148,7 @@ def load_model(
     mapped and packed.
     """
     start = time.monotonic()
+    proposer = _new_proposer(config)
     if path is None:
         from paceline.catalog import resolve
 
@@ -176,6 +178,7 @@ def load_model(
         vocab_size=checkpoint.config.vocab_size,
         eos_ids=checkpoint.generation.eos_ids,
         recorder=recorder,
+        proposer=proposer,
         identity=_kv_identity(checkpoint.path, config, isa),
     )
     loaded = LoadedModel(
@@ -201,6 +204,14 @@ def load_model(
     )
     logger.info(describe(loaded))
     return loaded
+
+
+def _new_proposer(config: EngineConfig) -> Proposer | None:
+    if config.speculate == "off":
+        return None
+    from paceline.engine.speculation.load import load_proposer
+
+    return load_proposer(config.speculate)
 
 
 def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:

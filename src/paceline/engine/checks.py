@@ -73,6 +73,8 @@ def check_books(
     for seq in running:
         if seq.state is not State.RUNNING or len(seq.block_table) * block_size < seq.num_computed:
             raise EngineIntegrityError(f"running sequence {seq.number} lacks state or blocks")
+        if (len(seq.block_table) - 1) * block_size >= len(seq.token_ids):
+            raise EngineIntegrityError(f"running sequence {seq.number} holds blocks it needs not")
     for seq in waiting:
         if seq.state is not State.WAITING or seq.block_table or seq.num_computed:
             raise EngineIntegrityError(f"waiting sequence {seq.number} holds blocks")

@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from paceline.backends.base import Backend
+from paceline.backends.base import F32, Backend
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_grammar, check_ids, check_length
@@ -20,11 +21,16 @@ from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, describe_failure, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State
+from paceline.engine.speculation.base import Pace, Proposer
+from paceline.engine.speculation.verify import follow, root_rows
 from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
 from paceline.types import Delta, FinishReason, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from paceline.engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 Sink = Callable[[Delta], None]
@@ -57,6 +63,8 @@ class Engine:
         vocab_size: int,
         eos_ids: tuple[int, ...],
         recorder: Recorder | None = None,
+        proposer: Proposer | None = None,
+        pace: Pace | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         identity: str = "",
     ) -> None:
@@ -91,6 +99,13 @@ class Engine:
             seed=config.seed,
             max_len=min(max_model_len, self._num_pool_tokens),
         )
+        self._speculator: Speculator | None = None
+        if proposer is not None:
+            from paceline.engine.speculation.speculator import create_speculator
+
+            self._speculator = create_speculator(
+                proposer, pace, self._pool, config, backend.copy_slots, clock
+            )
         self._live: dict[str, _Live] = {}
         self._num_steps = self._num_generated = 0
         self._wakeup = threading.Condition()  # guards all below
@@ -178,6 +193,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_generated_tokens=self._num_generated,
+            speculation=None if self._speculator is None else self._speculator.stats,
             **({} if self._cache is None else self._cache.figures()),
         )
 
@@ -258,14 +274,17 @@ class Engine:
             self._scheduler.add(item.sequences[0])
 
     def _run(self, schedule: Schedule) -> None:
-        clock, recorder = self._clock, self._recorder
+        clock, recorder, speculator = self._clock, self._recorder, self._speculator
+        if speculator is not None:
+            speculator.extend(schedule)
         scheduled_ns = clock()
         if schedule.copy_src:
             self._backend.copy_blocks(schedule.copy_src, schedule.copy_dst)
         for blocks, data in schedule.writes:
             self._backend.write_blocks(blocks, data)
         step, seqs = self._builder.build(schedule.chunks)
-        self._masks.begin(seqs)
+        rows = root_rows(seqs) if schedule.num_drafted else list(range(len(seqs)))
+        self._masks.begin(seqs, rows)
         built_ns = clock()
         output = self._backend.forward(step)
         forward_ns = clock()
@@ -276,11 +295,10 @@ class Engine:
             work_ns=min(max(output.end_ns, built_ns), forward_ns) if output.end_ns else forward_ns,
             forward_ns=forward_ns,
         )
-        rows = list(range(len(seqs)))
         for seq, n in schedule.chunks:
-            seq.num_computed += n
+            seq.num_computed += n if seq.draft is None else n - len(seq.draft.tokens)
         if any(seq.siblings for seq in seqs):
-            seqs, rows = self._fork(seqs)
+            seqs, rows = self._fork(seqs, rows)
         masks, mask_rows = self._masks.wait(seqs, rows)
         if masks is not None:
             recorder.masked(clock())
@@ -289,7 +307,11 @@ class Engine:
         )
         sampled_ns = clock()
         recorder.sampled(seqs, sampled_ns)
+        following = follow(seqs, rows, ids) if schedule.num_drafted else []
         self._commit(seqs, ids, details, sampled_ns)
+        self._verify(output.logits, following)
+        if speculator is not None:
+            speculator.settle(schedule, (clock() - schedule.start_ns - schedule.draft_ns) / 1e9)
         end_ns = clock()
         recorder.committed(end_ns)
         self._num_steps += 1
@@ -305,21 +327,32 @@ class Engine:
             commit_s=(end_ns - sampled_ns) / 1e9,
         )
 
-    def _fork(self, seqs: list[Sequence]) -> tuple[list[Sequence], list[int]]:
+    def _verify(self, logits: F32, following: list[tuple[Sequence, int]]) -> None:
+        """Choose the tokens after those that drafts foresaw, from the drafts' rows."""
+        while following := [pair for pair in following if pair[0].state is State.RUNNING]:
+            seqs, rows = [seq for seq, _ in following], [row for _, row in following]
+            begin_ns = self._clock()
+            ids, details = self._sampler.sample(logits, rows, [seq.sampler for seq in seqs])
+            now_ns = self._clock()
+            self._recorder.verified(seqs, begin_ns, now_ns)
+            following = follow(seqs, rows, ids)
+            self._commit(seqs, ids, details, now_ns)
+
+    def _fork(self, seqs: list[Sequence], rows: list[int]) -> tuple[list[Sequence], list[int]]:
         """Return the sequences that sample in this step and their logit rows.
 
         The first token of every choice of a request comes from the row of its first choice.
         """
         forked: list[Sequence] = []
-        rows: list[int] = []
-        for row, seq in enumerate(seqs):
+        forked_rows: list[int] = []
+        for seq, row in zip(seqs, rows, strict=True):
             siblings, seq.siblings = seq.siblings, []
             for child in siblings:
                 self._scheduler.fork(seq, child)
                 self._recorder.fork(seq, child)
             forked += (seq, *siblings)
-            rows += [row] * (1 + len(siblings))
-        return forked, rows
+            forked_rows += [row] * (1 + len(siblings))
+        return forked, forked_rows
 
     def _commit(
         self,
@@ -370,7 +403,7 @@ class Engine:
     ) -> None:
         """Free what a choice holds, then tell its sink. Precondition: `finish_reason` is set."""
         live = self._live[seq.request.id]
-        self._scheduler.remove(seq)
+        self._remove(seq)
         live.sequences.remove(seq)
         if not live.sequences:
             self._forget(live)
@@ -391,13 +424,18 @@ class Engine:
         )
         self._send(live, delta)
 
+    def _remove(self, seq: Sequence) -> None:
+        self._scheduler.remove(seq)
+        if self._speculator is not None:
+            self._speculator.release(seq)
+
     def _send(self, live: _Live, delta: Delta) -> None:
         try:
             live.sink(delta)
         except Exception:
             log.exception("request %s: its sink failed, the request ends", live.request.id)
             for seq in live.sequences:
-                self._scheduler.remove(seq)
+                self._remove(seq)
             live.sequences.clear()
             self._forget(live)
 

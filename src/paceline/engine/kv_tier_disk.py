@@ -27,6 +27,7 @@ _HEAD = struct.Struct("<16s32s")  # magic with the format's version, sha256 of a
 _MAGIC = b"paceline-kv-1\n\0\0"
 _TEMPORARY = ".new"
 _QUEUE_BYTES = 64 * 2**20  # blocks that wait for the disk, at most
+_SCAN_S = 0.5  # that a look-up waits for the list of a large folder
 _PAUSE_S = 60.0  # without writing, after the disk refused
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class DiskStore:
                 param="kv_tier",
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it tells what was said
             self._lock_file = (path / "lock").open("ab")
         except OSError as error:
             raise ParameterError(
@@ -82,6 +83,8 @@ class DiskStore:
         return True
 
     def __contains__(self, key: bytes) -> bool:
+        if not self._is_scanned.is_set():  # or the first prompt after a restart might find nothing
+            self._is_scanned.wait(_SCAN_S)
         return key in self._sizes
 
     def put(self, key: bytes, tokens: bytes, block: U8, *, wait_s: float = 0.0) -> bool:
@@ -127,7 +130,8 @@ class DiskStore:
         with suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
-        self._lock_file.close()
+        if not self._thread.is_alive():  # or it goes on writing, until the process ends
+            self._lock_file.close()
 
     # ---- the writing thread ----
 

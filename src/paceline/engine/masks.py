@@ -38,9 +38,10 @@ class Masks:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
-    def begin(self, seqs: Seq[Sequence]) -> None:
-        """Start on the masks of `seqs`, whose rows of logits are computed next."""
-        wanted = [(row, seq.grammar) for row, seq in enumerate(seqs) if seq.grammar is not None]
+    def begin(self, seqs: Seq[Sequence], rows: Seq[int]) -> None:
+        """Start on the masks of `seqs`, whose `rows` of logits are computed next."""
+        pairs = zip(rows, seqs, strict=True)
+        wanted = [(row, seq.grammar) for row, seq in pairs if seq.grammar is not None]
         self._pending = None  # of a step that failed
         if not wanted:
             return

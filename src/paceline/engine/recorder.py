@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Recorder(Protocol):
     """What the engine tells about itself. All but `open` is called by the engine's thread.
 
-    A step is `ran`, then any `fork`, `masked`, `sampled`, `first_text` and `close`, then
-    `committed`.
+    A step is `ran`, then any `fork`, `masked`, `sampled`, any `verified`, `first_text` and
+    `close`, then `committed`.
     """
 
     def open(self, begin_ns: int, now_ns: int) -> Ledger | None:
@@ -33,6 +33,9 @@ class Recorder(Protocol):
 
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
         """Each of `seqs` has its next token."""
+
+    def verified(self, seqs: Seq[Sequence], begin_ns: int, now_ns: int) -> None:
+        """Each of `seqs` has one more, chosen since `begin_ns`: a draft foresaw the one before."""
 
     def first_text(self, seq: Sequence, now_ns: int) -> None:
         """The first visible text of `seq` is made."""
@@ -61,6 +64,9 @@ class NoRecorder:
         pass
 
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
+        pass
+
+    def verified(self, seqs: Seq[Sequence], begin_ns: int, now_ns: int) -> None:
         pass
 
     def first_text(self, seq: Sequence, now_ns: int) -> None:

@@ -31,6 +31,8 @@ class Schedule(Struct):
     writes: list[tuple[list[int], U8]] = field(default_factory=list)
     num_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_drafted: int = 0  # of the tokens: guesses (`speculation`)
+    draft_ns: int = 0  # how long it took to make them
 
 
 class Scheduler:

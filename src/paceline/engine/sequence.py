@@ -14,6 +14,7 @@ from paceline.types import FinishReason, Request, Timings, Usage
 if TYPE_CHECKING:
     from paceline.engine.masks import GrammarState
     from paceline.engine.prefix_cache import Chain
+    from paceline.engine.speculation.base import Draft
     from paceline.measure.ledger import Ledger
 
 
@@ -70,6 +71,9 @@ class Sequence(Struct, eq=False, kw_only=True):
     chain: Chain | None = None  # the prefix cache's notes
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
+    draft: Draft | None = None  # guesses that this step checks
+    num_drafted: int = 0  # guesses checked so far
+    num_accepted: int = 0  # and those that were right
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scheduled_ns: int = 0
@@ -148,4 +152,6 @@ class Sequence(Struct, eq=False, kw_only=True):
             tpot_s=tpot_s,
             e2e_s=(now_ns - self.arrival_ns) / 1e9,
             num_preemptions=self.num_preemptions,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
         )

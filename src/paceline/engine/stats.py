@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from paceline.engine.speculation.stats import SpecStats
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
@@ -21,6 +26,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_prefix_hit: int = 0  # and found there
     num_blocks_stored: int = 0  # handed to the KV tier
     num_blocks_restored: int = 0  # and read from it
+    speculation: SpecStats | None = None  # None: off
 
 
 class StepStats(Struct, frozen=True, kw_only=True):

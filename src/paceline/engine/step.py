@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import StepInput, StepLimits
+from paceline.backends.base import I32, U64, StepInput, StepLimits
 from paceline.config import EngineConfig
 from paceline.engine.sequence import Sequence
+from paceline.engine.speculation.base import MAX_DRAFTED, Draft
 
 
 def step_limits(config: EngineConfig, max_model_len: int, num_blocks: int) -> StepLimits:
     """Return the largest step that the engine of this config will ever build."""
     max_len = min(max_model_len, num_blocks * config.block_size)
+    num_drafted = 0 if config.speculate == "off" else MAX_DRAFTED
     return StepLimits(
         max_tokens=config.max_batched_tokens,
-        max_logit_rows=min(config.max_num_seqs, config.max_batched_tokens),
+        max_logit_rows=min(config.max_num_seqs + num_drafted, config.max_batched_tokens),
         max_seqs=min(config.max_num_seqs, config.max_batched_tokens),
         max_blocks_per_seq=-(-max_len // config.block_size),
     )
@@ -31,6 +33,7 @@ class StepBuilder:
         self._seqs = np.zeros((limits.max_seqs, 3), np.int32)
         self._tables = np.zeros((limits.max_seqs, limits.max_blocks_per_seq), np.int32)
         self._logit_rows = np.zeros(limits.max_logit_rows, np.int32)
+        self._tree = np.zeros(limits.max_tokens, np.uint64)
         # Which table each row of `_tables` holds (sequence, epoch) and how much of it is written:
         # in steady decoding a row stays as it is.
         self._owners = [-1] * limits.max_seqs
@@ -40,8 +43,9 @@ class StepBuilder:
     def build(self, chunks: list[tuple[Sequence, int]]) -> tuple[StepInput, list[Sequence]]:
         """Return the step that computes n tokens of each (sequence, n), and whose logits it makes.
 
-        Row l of the logits belongs to the l-th sequence returned: those that are known to their
-        last token after the step. Precondition: chunks of one token come first.
+        Those are the sequences that are known to their last token after the step. The rows of the
+        logits are theirs in order: one each, and after it one for each node of its draft, whose
+        rows count in n. Precondition: chunks of one token come first.
         """
         num_single = 0
         for _, n in chunks:
@@ -54,12 +58,19 @@ class StepBuilder:
             if seq.num_computed + 1 == len(seq.token_ids)
         ]  # fmt: skip
         row = num_single
+        has_tree = False
         for i, (seq, n) in enumerate(chunks[num_single:], num_single):
-            self._build_chunk(i, seq, row, n)
+            num_drafted = 0
+            if seq.draft is None:
+                self._build_chunk(i, seq, row, n)
+            else:
+                num_drafted = len(seq.draft.tokens)
+                self._build_draft(i, seq, row, seq.draft)
+                has_tree = has_tree or not seq.draft.is_chain
             row += n
-            if seq.num_computed + n == len(seq.token_ids):
+            if seq.num_computed + n - num_drafted == len(seq.token_ids):
                 finished.append(seq)
-                logit_rows.append(row - 1)
+                logit_rows.extend(range(row - 1 - num_drafted, row))
         num_seqs, num_logit_rows = len(chunks), len(logit_rows)
         self._logit_rows[:num_logit_rows] = logit_rows
         step = StepInput(
@@ -69,6 +80,7 @@ class StepBuilder:
             seqs=self._seqs[:num_seqs],
             block_tables=self._tables[:num_seqs],
             logit_rows=self._logit_rows[:num_logit_rows],
+            tree=self._build_tree(chunks, row) if has_tree else None,
         )
         return step, finished
 
@@ -96,16 +108,43 @@ class StepBuilder:
         return finished
 
     def _build_chunk(self, i: int, seq: Sequence, row: int, n: int) -> None:
-        begin, end = seq.num_computed, seq.num_computed + n
+        begin = seq.num_computed
+        self._tokens[row : row + n] = seq.token_ids[begin : begin + n]
+        self._positions[row : row + n] = self._place(i, seq, row, n)
+
+    def _build_draft(self, i: int, seq: Sequence, row: int, draft: Draft) -> None:
+        """Fill the row of the last known token and those of the draft's nodes."""
+        n = 1 + len(draft.tokens)
+        self._tokens[row] = seq.token_ids[-1]
+        self._tokens[row + 1 : row + n] = draft.tokens
+        positions = self._place(i, seq, row, n)
+        if draft.is_chain:
+            self._positions[row : row + n] = positions
+        else:
+            self._positions[row : row + n] = [
+                positions[0] + depth for depth in (0, *draft.depths())
+            ]
+
+    def _build_tree(self, chunks: list[tuple[Sequence, int]], num_rows: int) -> U64:
+        """Return the masks of all rows: 0, which is causal, but for those of trees."""
+        tree = self._tree[:num_rows]
+        tree[:] = 0
+        for (seq, n), first in zip(chunks, self._seqs[:, 0].tolist(), strict=False):
+            if seq.draft is not None and not seq.draft.is_chain:
+                tree[first : first + n] = seq.draft.masks()
+        return tree
+
+    def _place(self, i: int, seq: Sequence, row: int, n: int) -> I32:
+        """Give the next n rows of `seq` their slots; return where in the sequence those are."""
+        begin = seq.num_computed
         self._write_table(i, seq)
-        positions = np.arange(begin, end, dtype=np.int32)
-        self._tokens[row : row + n] = seq.token_ids[begin:end]
-        self._positions[row : row + n] = positions
+        positions = np.arange(begin, begin + n, dtype=np.int32)
         self._slots[row : row + n] = (
             self._tables[i, positions // self._block_size] * self._block_size
             + positions % self._block_size
         )
         self._seqs[i] = row, n, begin
+        return positions
 
     def _write_table(self, i: int, seq: Sequence) -> None:
         num_blocks = len(seq.block_table)

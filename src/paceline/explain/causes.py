@@ -22,6 +22,7 @@ WORDS = {
     "decode": "computing its own tokens",
     "others_prefill": "the prompts of others in its steps",
     "others_decode": "the tokens of others in its steps",
+    "prefix": "waiting for another call that computes the same beginning",
     "queue": "waiting for a seat or for room in a step",
     "kv_memory": "waiting for KV memory, and computing again what a preemption threw away",
     "overhead": "Python around the steps: parsing, scheduling, sampling, text",
@@ -31,7 +32,7 @@ WORDS = {
 _CAUSE_OF = {
     "prefill": "prefill", "decode": "decode", "prefill_others": "others_prefill",
     "decode_others": "others_decode", "queue_budget": "queue", "queue_kv": "kv_memory",
-    "recompute": "kv_memory", "send": "reader", "receive": "upload",
+    "queue_prefix": "prefix", "recompute": "kv_memory", "send": "reader", "receive": "upload",
 }  # fmt: skip
 _NEIGHBOURS = 0.05  # of all calls: as many as a percentile's causes are averaged over
 
@@ -45,6 +46,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     causes: Causes  # the largest first
     num_calls: int  # that have the metric
     prompt_tokens: float  # means over the calls near the percentile
+    cached_tokens: float  # of the prompts, found in the prefix cache
     context_tokens: float
 
     @property
@@ -106,6 +108,7 @@ def find(calls: Sequence[CallFacts], metric: Metric, percentile: int) -> Finding
         causes={cause: ms * scale for cause, ms in in_order if ms > 0},
         num_calls=len(ranked),
         prompt_tokens=_mean(call.prompt_tokens for call in near),
+        cached_tokens=_mean(call.cached_tokens for call in near),
         context_tokens=_mean(call.prompt_tokens + call.completion_tokens / 2 for call in near),
     )
 

@@ -15,7 +15,7 @@ from paceline.errors import ParameterError
 from paceline.explain.causes import Finding
 from paceline.explain.facts import Facts, ServerFacts, StepFacts
 from paceline.measure.ceilings import Ceilings, MachineCeilings, find_ceilings
-from paceline.measure.floors import ModelCosts, decode_work, floor_s, model_costs, prefill_work
+from paceline.measure.floors import ModelCosts, chunk_work, decode_work, floor_s, model_costs
 from paceline.measure.step_table import StepTable, read_step_table
 
 if TYPE_CHECKING:
@@ -112,7 +112,11 @@ class Machine(Struct, frozen=True, kw_only=True):
         ceilings = self.at(self.num_threads)
         assert ceilings is not None
         if finding.metric == "ttft":
-            work = prefill_work(self.costs, max(round(finding.prompt_tokens), 1))
+            cached = round(finding.cached_tokens)
+            computed = max(round(finding.prompt_tokens) - cached, 1)
+            work = chunk_work(
+                self.costs, num_seqs=1, num_tokens=computed, context=cached, num_logit_rows=1
+            )
         else:
             work = decode_work(self.costs, num_streams=1, context=round(finding.context_tokens))
         return floor_s(work, ceilings) * 1e3
@@ -177,6 +181,14 @@ class Situation(Struct, frozen=True, kw_only=True):
             if step.num_seqs >= self.server.max_num_seqs
         )
         return full_s / total_s if total_s else 0.0
+
+    @property
+    def repeated_share(self) -> float:
+        """The share of the prompts' tokens that repeat a beginning and were computed anew."""
+        calls = self.facts.calls
+        repeated = sum(max(call.repeated_tokens - call.cached_tokens, 0) for call in calls)
+        in_all = sum(call.prompt_tokens for call in calls)
+        return repeated / in_all if in_all else 0.0
 
     def prompt_ms(self, num_tokens: float) -> float:
         """Return what a prompt of so many tokens costs by itself, by those that were computed."""

@@ -18,6 +18,7 @@ class CallFacts(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     repeated_tokens: int = 0  # of the prompt, as an earlier one began
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     began_at: float = 0.0  # seconds; only differences count
 
     @property
@@ -55,6 +56,8 @@ class ServerFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: int
     num_parameters: int
     policy: str
+    prefix_cache: bool = True
+    activations: str = "q8"
 
 
 class Facts(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ _SMALL_BITS = 4.6  # a weight in the small formats: Q4_K_M, Q4_1
 _SLO_MARGIN = 1.6  # a step may take so many times what the streams' own tokens take
 _SLO_FLOOR = 17  # tokens: what `slo` always gives a prompt, and one stream
 
-Change = Mapping[str, str]  # option of `paceline serve` -> value
+Change = Mapping[str, str]  # option of `paceline serve` -> value; "": it takes none
 Predict = Callable[[Finding], float]  # milliseconds after the change
 
 
@@ -36,6 +36,26 @@ class Proposal(Struct, frozen=True, kw_only=True):
 
 
 Lever = Callable[[Situation], Proposal | None]
+
+
+def use_prefix_cache(situation: Situation) -> Proposal | None:
+    """What earlier prompts began with is found instead of computed."""
+    server = situation.server
+    if server is None or server.prefix_cache:
+        return None
+    share = situation.repeated_share
+
+    def predict(finding: Finding) -> float:
+        if finding.metric != "ttft":
+            return finding.value_ms
+        return finding.value_ms - share * _sum(finding, "prefill", "others_prefill", "queue")
+
+    return Proposal(
+        change={"--prefix-cache": ""},
+        text=f"{share:.0%} of the prompt tokens repeat how an earlier prompt began",
+        predict=predict,
+        price="none: the answers are the same bits",
+    )
 
 
 def raise_budget(situation: Situation) -> Proposal | None:
@@ -304,6 +324,7 @@ def smaller_weights(situation: Situation) -> Proposal | None:
 
 # In the order in which equal gains are told: what costs least first.
 LEVERS: Mapping[str, Lever] = {
+    "prefix-cache": use_prefix_cache,
     "threads": more_threads,
     "kv-memory": more_kv_memory,
     "max-batched-tokens": raise_budget,
@@ -336,4 +357,6 @@ def options_of(server: ServerFacts) -> dict[str, str]:
         "--kv-dtype": server.kv_dtype,
         "--block-size": str(server.block_size),
         "--policy": server.policy,
+        "--activations": server.activations,
+        "--prefix-cache" if server.prefix_cache else "--no-prefix-cache": "",
     }

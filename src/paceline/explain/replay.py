@@ -35,12 +35,20 @@ class Planned(Struct, frozen=True, kw_only=True):
 
 
 def plan_of_run(facts: Facts, seed: int = 0) -> list[Planned]:
-    """Return requests as long as those that were recorded, at their times: of random tokens."""
-    begin = min(call.began_at for call in facts.calls)
-    return [
-        _random(seed + i, call.prompt_tokens, call.completion_tokens, call.began_at - begin)
-        for i, call in enumerate(sorted(facts.calls, key=lambda call: call.began_at))
-    ]
+    """Return requests as long as those that were recorded, at their times: of random tokens.
+
+    Prompts that repeated a beginning have one in common, as long as it was; the first has it, too.
+    """
+    calls = sorted(facts.calls, key=lambda call: call.began_at)
+    longest = max(call.repeated_tokens for call in calls)
+    shared = _random_ids(seed - 1, longest)
+    planned = []
+    for i, call in enumerate(calls):
+        num_shared = min(longest if i == 0 else call.repeated_tokens, call.prompt_tokens)
+        prompt = shared[:num_shared] + _random_ids(seed + i, call.prompt_tokens - num_shared)
+        at_s = call.began_at - calls[0].began_at
+        planned.append(_planned(prompt, call.completion_tokens, at_s))
+    return planned
 
 
 def plan_of_file(path: Path) -> list[Planned]:
@@ -50,16 +58,21 @@ def plan_of_file(path: Path) -> list[Planned]:
         if any("messages" in line or "prompt" in line for line in lines):
             return [_spoken(line, path) for line in lines]
     return [
-        _random(i, item.input_tokens or 1, item.output_tokens or _DEFAULT_OUTPUT, item.at_s)
+        _planned(
+            _random_ids(i, item.input_tokens or 1), item.output_tokens or _DEFAULT_OUTPUT, item.at_s
+        )
         for i, item in enumerate(read_trace(str(path)))
     ]
 
 
-def _random(seed: int, num_prompt: int, num_output: int, at_s: float) -> Planned:
+def _random_ids(seed: int, count: int) -> list[int]:
     rng = random.Random(seed)
-    prompt = [rng.randrange(*_IDS) for _ in range(max(num_prompt, 1))]
+    return [rng.randrange(*_IDS) for _ in range(count)]
+
+
+def _planned(prompt: list[int], num_output: int, at_s: float) -> Planned:
     body = _body(max(num_output, 1))
-    return Planned(route="/completions", body={**body, "prompt": prompt}, at_s=at_s)
+    return Planned(route="/completions", body={**body, "prompt": prompt or [_IDS[0]]}, at_s=at_s)
 
 
 def _spoken(line: Mapping[str, Any], path: Path) -> Planned:
@@ -83,7 +96,8 @@ def run(
     model: Path, options: Mapping[str, str], planned: Sequence[Planned], *, concurrency: int
 ) -> Facts:
     """Start a server with these options, send it the plan, and return what its ledgers say."""
-    arguments = [text for option in options.items() for text in option if option[0] != "--threads"]
+    others = {name: value for name, value in options.items() if name != "--threads"}
+    arguments = [text for option in others.items() for text in option if text]
     settings = Settings(
         model=model, num_threads=int(options["--threads"]), serve_arguments=arguments
     )  # fmt: skip
@@ -91,7 +105,7 @@ def run(
         url = servers[0][1]
         origin = Origin.parse(url)
         # The first call of a server also makes its first touch of everything.
-        asyncio.run(_send_all(origin, [_random(-1, 8, 2, 0.0)], concurrency=1))
+        asyncio.run(_send_all(origin, [_planned(_random_ids(-2, 8), 2, 0.0)], concurrency=1))
         begin = time.monotonic()
         asyncio.run(_send_all(origin, planned, concurrency=concurrency))
         time.sleep(_SETTLE_S)

@@ -60,7 +60,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
     num_calls: int
     num_failed: int
     num_steps: int
-    repeated_share: float  # of prompt tokens, as an earlier prompt began
+    repeated_share: float  # of prompt tokens: as an earlier prompt began, and computed anew
     bounds: tuple[Bound, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
@@ -82,9 +82,7 @@ def situation_of(facts: Facts, machine: Machine | None) -> Situation:
 
 def explain(situation: Situation) -> Explanation:
     facts = situation.facts
-    prompt_tokens = sum(call.prompt_tokens for call in facts.calls)
-    repeated = sum(call.repeated_tokens for call in facts.calls)
-    share = repeated / prompt_tokens if prompt_tokens else 0.0
+    share = situation.repeated_share
     return Explanation(
         source=facts.source,
         server=facts.server,
@@ -160,7 +158,7 @@ def _bound(finding: Finding, situation: Situation) -> Bound:
 _BOUNDS = {
     "others_prefill": "interference", "others_decode": "interference", "queue": "queue",
     "kv_memory": "KV memory", "overhead": "overhead", "reader": "slow reader",
-    "upload": "slow sender",
+    "upload": "slow sender", "prefix": "compute",
 }  # fmt: skip
 
 

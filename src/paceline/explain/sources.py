@@ -14,7 +14,8 @@ from paceline.remote import fetch
 
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
 _BEFORE_FIRST = frozenset({
-    "receive", "parse", "template", "tokenise", "queue_budget", "prefill", "prefill_others",
+    "receive", "parse", "template", "tokenise", "queue_budget", "queue_prefix", "cache_lookup",
+    "prefill", "prefill_others",
 })  # fmt: skip
 
 
@@ -167,6 +168,7 @@ def _call(details: Mapping[str, Any]) -> CallFacts:
         prompt_tokens=details["prompt_tokens"],
         completion_tokens=details["completion_tokens"],
         repeated_tokens=details.get("repeated_tokens", 0),
+        cached_tokens=details.get("cached_tokens", 0),
         began_at=details["began_at"],
     )
 

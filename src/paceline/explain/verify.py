@@ -61,7 +61,7 @@ def verify(
     for idx in range(rounds):
         for is_changed in (False, True) if idx % 2 == 0 else (True, False):
             used = {**options, **change} if is_changed else options
-            what = " ".join(f"{k} {v}" for k, v in change.items())
+            what = " ".join(text for option in change.items() for text in option if text)
             on_run(f"round {idx + 1} of {rounds}, {'with' if is_changed else 'without'} {what}")
             sides[is_changed].append(run(model, used, planned, concurrency=concurrency))
     before, after = (pool(sides[side]) for side in (False, True))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.cpu import default_num_threads
 from paceline.measure.machine import (
@@ -21,6 +22,8 @@ from paceline.measure.machine import (
 _SECONDS = 0.12  # of one probe; of a cache a third
 _MIN_MEMORY_SET = 96 * 2**20
 _MAX_MEMORY_SET = 512 * 2**20
+QUIET_CORES = 0.2  # what others may use before it is measured several times, and told
+_BUSY_ROUNDS = 3
 _CPU0 = Path("/sys/devices/system/cpu/cpu0/cache")
 # Where the system does not tell: what most CPUs have. (name, bytes, cores that share it)
 _USUAL_CACHES = (("L1", 32 * 2**10, 1), ("L2", 512 * 2**10, 1))
@@ -102,19 +105,55 @@ def find_ceilings(
     if known is not None and known.at(num_threads) is not None:
         return known
     busy = read_busy_cores()
+    rounds = 1 if busy <= QUIET_CORES else _BUSY_ROUNDS
     counts = sorted({*thread_counts(default_num_threads()[0]), num_threads})
     if known is not None:
         counts = [count for count in counts if known.at(count) is None]
-    measured = measure_all(counts, on_probe=on_probe)
-    all_known = (*(() if known is None else known.by_threads), *measured)
+    measured = [measure_all(counts, on_probe=on_probe) for _ in range(rounds)]
+    before = known_ceilings(machine) if refresh and rounds > 1 else known
+    all_known = [ceilings for found in measured for ceilings in found]
+    all_known += [] if before is None else before.by_threads
     found = MachineCeilings(
         machine=machine,
         measured_at=time.time(),
         busy_cores=busy,
-        by_threads=tuple(sorted(all_known, key=lambda ceilings: ceilings.num_threads)),
+        by_threads=best_of(all_known),
     )
     write_cached(cache_file("ceilings", machine), found)
     return found
+
+
+def best_of(measured: Iterable[Ceilings]) -> tuple[Ceilings, ...]:
+    """Return one for each number of threads, the fewest first: the best of each figure.
+
+    A ceiling is what was reached, so a better reading is a truer one; and what some threads reach
+    more threads reach, too.
+    """
+    best: dict[int, Ceilings] = {}
+    for ceilings in measured:
+        same = best.get(ceilings.num_threads)
+        best[ceilings.num_threads] = ceilings if same is None else _better(ceilings, same)
+    found: list[Ceilings] = []
+    for num_threads in sorted(best):
+        one = best[num_threads]
+        found.append(_better(one, found[-1]) if found else one)
+    return tuple(found)
+
+
+def _better(one: Ceilings, other: Ceilings) -> Ceilings:
+    """Return `one` with the figures of `other` where they are better."""
+    others = {read.level: read.bytes_s for read in other.reads}
+    bf16 = [c.bf16_macs_s for c in (one, other) if c.bf16_macs_s is not None]
+    return Ceilings(
+        num_threads=one.num_threads,
+        int8_macs_s=max(one.int8_macs_s, other.int8_macs_s),
+        bf16_macs_s=max(bf16, default=None),
+        f32_macs_s=max(one.f32_macs_s, other.f32_macs_s),
+        reads=tuple(
+            replace(read, bytes_s=max(read.bytes_s, others.get(read.level, 0.0)))
+            for read in one.reads
+        ),
+    )
 
 
 def thread_counts(num_threads: int) -> list[int]:

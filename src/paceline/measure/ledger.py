@@ -30,6 +30,8 @@ class Part(enum.IntEnum):
     RECOMPUTE = enum.auto()
     DECODE = enum.auto()
     DECODE_OTHERS = enum.auto()
+    DRAFT = enum.auto()
+    VERIFY = enum.auto()
     GIL_WAIT = enum.auto()
     GRAMMAR = enum.auto()
     SAMPLE = enum.auto()
@@ -60,6 +62,8 @@ class Ledger(Struct, eq=False, kw_only=True):
     ns: list[int] = field(default_factory=lambda: [0] * NUM_PARTS)
     blame: dict[str, int] = field(default_factory=dict)  # request -> ns lost to its prefill
     preempted_ns: int = 0  # waiting after a preemption, and computing again what was lost
+    rejected_ns: int = 0  # of VERIFY: the rows of guesses that were wrong
+    draft_row_ns: int = 0  # what a row of the latest draft cost
     num_seen: int = 0  # tokens that were in the KV cache at some time
     num_repeated: int = 0  # tokens with which an earlier prompt began, too
     num_preemptions: int = 0
@@ -91,6 +95,7 @@ class Ledger(Struct, eq=False, kw_only=True):
             ns=list(self.ns),
             blame=dict(self.blame),
             preempted_ns=self.preempted_ns,
+            rejected_ns=self.rejected_ns,
             num_seen=self.num_seen,
             num_repeated=self.num_repeated,
             last_step=self.last_step,

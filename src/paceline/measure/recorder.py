@@ -63,13 +63,16 @@ class StepRecorder:
                 spent_ns = seq.chain.lookup_ns - ledger.lookup_ns
                 ledger.lookup_ns += spent_ns
                 ledger.spend(Part.CACHE_LOOKUP, min(start_ns + spent_ns, built_ns))
+            if schedule.draft_ns:
+                ledger.spend(Part.ENGINE, scheduled_ns - schedule.draft_ns)
+                ledger.spend(Part.DRAFT, scheduled_ns)
             ledger.spend(Part.ENGINE, built_ns)
             chunks.append(_chunk(seq, ledger, n))
         self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
-        for seq, n in schedule.chunks:
+        for (seq, n), chunk in zip(schedule.chunks, chunks, strict=True):
             ledger = seq.ledger
             assert ledger is not None
-            num_known = seq.num_computed + n
+            num_known = seq.num_computed + n - chunk.num_drafted
             if num_known > ledger.num_seen:
                 ledger.num_seen = num_known
             ledger.mark_ns = work_ns
@@ -82,7 +85,8 @@ class StepRecorder:
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            num_keys=num_keys, kv_bytes=kv_bytes, chunks=tuple(chunks),
+            num_keys=num_keys, kv_bytes=kv_bytes, draft_ns=schedule.draft_ns,
+            chunks=tuple(chunks),
         )  # fmt: skip
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -105,6 +109,16 @@ class StepRecorder:
             if seq.last_token_ns:
                 observe((now_ns - seq.last_token_ns) / 1e9)
         self._record.num_sampled = len(seqs)
+
+    def verified(self, seqs: Seq[Sequence], begin_ns: int, now_ns: int) -> None:
+        for seq in seqs:
+            ledger = seq.ledger
+            assert ledger is not None
+            ledger.spend(Part.DETOKENISE, begin_ns)
+            ledger.spend(Part.SAMPLE, now_ns)
+            ledger.rejected_ns -= ledger.draft_row_ns
+            ledger.num_seen += 1  # the row that it was chosen from
+            self.counters.gap_s.observe((now_ns - seq.last_token_ns) / 1e9)
 
     def first_text(self, seq: Sequence, now_ns: int) -> None:
         ledger = seq.ledger
@@ -167,11 +181,19 @@ class StepRecorder:
         for (seq, n), chunk in zip(scheduled, chunks, strict=True):
             ledger = seq.ledger
             assert ledger is not None
-            if n not in shares:
-                shares[n] = self._cost.share(n, total)
+            num_known = n - chunk.num_drafted
+            for size in (n, num_known):
+                if size not in shares:
+                    shares[size] = self._cost.share(size, total)
             own = int(duration * shares[n])
             lost = duration - own
-            again = own * chunk.num_again // n
+            if chunk.num_drafted:
+                verify = own - min(int(duration * shares[num_known]), own)
+                ledger.ns[Part.VERIFY] += verify
+                ledger.rejected_ns += verify
+                ledger.draft_row_ns = verify // chunk.num_drafted
+                own -= verify
+            again = own * chunk.num_again // num_known
             ledger.ns[Part.RECOMPUTE] += again
             ledger.preempted_ns += again
             ledger.ns[chunk.new_kind] += own - again
@@ -190,7 +212,8 @@ def _new_prefix_wait(ledger: Ledger, seq: Sequence, now_ns: int) -> int:
 
 def _chunk(seq: Sequence, ledger: Ledger, n: int) -> Chunk:
     begin = seq.num_computed
-    num_again = min(max(ledger.num_seen - begin, 0), n)
+    num_drafted = 0 if seq.draft is None else len(seq.draft.tokens)
+    num_again = min(max(ledger.num_seen - begin, 0), n - num_drafted)
     new_kind = Part.DECODE if begin + num_again >= seq.num_prompt else Part.PREFILL
-    is_last = begin + n >= len(seq.token_ids)
-    return Chunk(seq.request.id, seq.index, n, num_again, new_kind, is_last)
+    is_last = begin + n - num_drafted >= len(seq.token_ids)
+    return Chunk(seq.request.id, seq.index, n, num_again, new_kind, is_last, num_drafted)

@@ -11,7 +11,7 @@ _MAX_BLOCKS = 16_384  # that are remembered, the latest: about 2 MB
 class PromptRepeats:
     """Remembers the beginnings of prompts, as hashes: no text, no token.
 
-    It tells what a cache of prefixes could spare, and costs about 1 µs a block.
+    It tells what a cache of prefixes could spare, and costs about 2 µs a block.
     """
 
     def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:

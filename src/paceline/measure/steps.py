@@ -24,6 +24,7 @@ class Chunk(NamedTuple):
     """The tokens of one sequence in one step; the first `num_again` had been computed before.
 
     `is_last`: none of the sequence's known tokens is left after it, so it gives a new one.
+    The last `num_drafted` of its tokens are guesses.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Chunk(NamedTuple):
     num_again: int
     new_kind: Part  # of the other tokens: PREFILL or DECODE
     is_last: bool
+    num_drafted: int = 0
 
     @property
     def kind(self) -> Part:
@@ -55,22 +57,28 @@ class StepRecord(Struct, kw_only=True):
     num_sampled: int = 0
     num_keys: int = 0  # attended, over all layers
     kv_bytes: int = 0  # read
+    draft_ns: int = 0  # up to `scheduled_ns`
     chunks: tuple[Chunk, ...] = ()
 
     def tokens_by_kind(self) -> dict[Part, int]:
-        """Return how many tokens the step computed, by PREFILL, RECOMPUTE and DECODE."""
+        """Return how many tokens the step computed, by PREFILL, RECOMPUTE, DECODE and VERIFY."""
         tokens = {Part.PREFILL: 0, Part.RECOMPUTE: 0, Part.DECODE: 0}
-        for _, _, num_tokens, num_again, new_kind, _ in self.chunks:
+        for _, _, num_tokens, num_again, new_kind, _, num_drafted in self.chunks:
             tokens[Part.RECOMPUTE] += num_again
-            tokens[new_kind] += num_tokens - num_again
+            tokens[new_kind] += num_tokens - num_again - num_drafted
+            if num_drafted:
+                tokens[Part.VERIFY] = tokens.get(Part.VERIFY, 0) + num_drafted
         return tokens
 
     @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
-        """(phase, begin, end) in order; they fill the step."""
+        """(phase, begin, end) in order; they fill the step. `draft` only where it took time."""
+        drafted_ns = self.scheduled_ns - self.draft_ns
+        draft = (("draft", drafted_ns, self.scheduled_ns),) if self.draft_ns else ()
         masked_ns = self.masked_ns or self.forward_ns
         return (
-            ("schedule", self.start_ns, self.scheduled_ns),
+            ("schedule", self.start_ns, drafted_ns),
+            *draft,
             ("build", self.scheduled_ns, self.built_ns),
             ("forward", self.built_ns, self.work_ns),
             ("gil_wait", self.work_ns, self.forward_ns),
@@ -112,7 +120,7 @@ class StepCounters:
         self.gap_s = Histogram(SECONDS)  # between two tokens of a sequence
         self.num_tokens = Histogram(COUNTS)
         self.phase_ns = {name: 0 for name, _, _ in StepRecord().phases}
-        self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE and DECODE
+        self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE, DECODE and VERIFY
         self.num_sampled = 0
         self.num_keys = 0
         self.kv_bytes = 0
@@ -128,7 +136,7 @@ class StepCounters:
             return 0
         return self.work.macs(
             num_tokens=sum(self.tokens),
-            num_logit_rows=self.num_sampled,
+            num_logit_rows=self.num_sampled + self.tokens[Part.VERIFY],
             num_keys=self.num_keys,
         )
 
@@ -156,7 +164,7 @@ class StepCounters:
         self.num_sampled += record.num_sampled
         spent = self.phase_ns
         for name, begin_ns, end_ns in record.phases:
-            spent[name] += end_ns - begin_ns
+            spent[name] = spent.get(name, 0) + end_ns - begin_ns
         tokens = self.tokens
         for kind, count in record.tokens_by_kind().items():
             tokens[kind] += count

@@ -167,6 +167,11 @@ class Call(Struct, eq=False, kw_only=True):
         return sum(e.usage.prompt_tokens for i, e in self.choices.items() if i % self.n == 0)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache."""
+        return sum(e.usage.cached_tokens for i, e in self.choices.items() if i % self.n == 0)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(ended.usage.completion_tokens for ended in self.choices.values())
 
@@ -250,6 +255,10 @@ class Call(Struct, eq=False, kw_only=True):
         if last is not None and last.ledger is not None:
             figures["blame"] = blame_report(last.ledger)
             figures["repeated_tokens"] = last.ledger.num_repeated
+        timings = [ended.timings for ended in self.choices.values()]
+        if num_drafted := sum(t.num_drafted for t in timings):
+            figures["drafted_tokens"] = num_drafted
+            figures["accepted_tokens"] = sum(t.num_accepted for t in timings)
         return figures
 
 
@@ -272,6 +281,7 @@ def blame_report(ledger: Ledger) -> dict[str, Any]:
         "decode_ms": (others - prefill) / 1e6,
         "preemption_ms": ledger.preempted_ns / 1e6,
         "num_preemptions": ledger.num_preemptions,
+        **({"rejected_drafts_ms": ledger.rejected_ns / 1e6} if ledger.ns[Part.VERIFY] else {}),
     }
 
 

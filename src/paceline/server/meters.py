@@ -72,6 +72,9 @@ class CallMeters:
             self.blame_s["prefill",] += prefill / 1e9
             self.blame_s["decode",] += (others - prefill) / 1e9
             self.blame_s["preemption",] += ledger.preempted_ns / 1e9
+            if ledger.rejected_ns:
+                lost_s = self.blame_s.get(("rejected_drafts",), 0.0)
+                self.blame_s["rejected_drafts",] = lost_s + ledger.rejected_ns / 1e9
 
     def _observe_answer(self, call: Call) -> None:
         ttft_ns, last = call.ttft_ns, call.last

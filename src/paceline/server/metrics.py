@@ -20,6 +20,7 @@ from paceline.server.meters import CallMeters
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
+    from paceline.engine.speculation.stats import SpecStats
     from paceline.measure.recorder import StepRecorder
 
 _T = TypeVar("_T")
@@ -78,6 +79,27 @@ class Metrics:
             ("paceline:kv_tier_blocks_restored", "And restored.", stats.num_blocks_restored),
         ):
             yield self._counter(name, help_text, {(): total})
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
+
+    def _speculation(self, stats: SpecStats) -> Iterator[Metric]:
+        for name, help_text, total in (
+            ("drafts", "Drafts checked.", stats.num_drafts),
+            ("draft_tokens", "Drafted tokens checked.", stats.num_drafted),
+            ("accepted_tokens", "Drafted tokens that were right.", stats.num_accepted),
+        ):
+            yield self._counter(f"vllm:spec_decode_num_{name}", help_text, {(): total})
+        accepted: Labelled[float] = {
+            (str(position),): count
+            for position, count in enumerate(stats.accepted_at)
+            if stats.drafted_at[position]
+        }
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were right, by their place in the draft.",
+            accepted,
+            "position",
+        )
 
     def _answers(self) -> Iterator[Metric]:
         calls = self._calls
@@ -133,10 +155,12 @@ class Metrics:
             (name,): ns / 1e9 for name, ns in counters.phase_ns.copy().items()
         }
         yield self._counter("paceline:step_phase_seconds", "Time of steps.", phases, "phase")
-        tokens: Labelled[float] = {
+        tokens: dict[tuple[str, ...], float] = {
             (kind.label,): counters.tokens[kind]
             for kind in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE)
         }
+        if counters.tokens[Part.VERIFY]:
+            tokens[Part.VERIFY.label,] = counters.tokens[Part.VERIFY]
         yield self._counter("paceline:step_tokens", "Tokens that steps computed.", tokens, "kind")
         if self.read_bandwidth:
             yield self._gauge(

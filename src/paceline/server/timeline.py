@@ -30,6 +30,7 @@ def describe(call: Call) -> dict[str, Any]:
         "outcome": call.outcome if call.end_ns else "running",
         "error": call.error,
         "prompt_tokens": call.prompt_tokens,
+        "cached_tokens": call.cached_tokens,
         "completion_tokens": call.completion_tokens,
         **call.figures(time.monotonic_ns()),
     }

@@ -54,8 +54,13 @@ export function showTiles(reply) {
   }
   tile("running", "Running", String(engine.num_running),
     `${engine.num_waiting} waiting · ${reply.max_num_seqs} seats`, engine.num_running / reply.max_num_seqs);
-  tile("kv", "KV memory", percent(kv), `${engine.num_live_blocks.toLocaleString("en")} of ${count(engine.num_blocks, "block")}`
-    + ` · ${count(engine.num_preemptions, "preemption")}`, kv);
+  const facts = [
+    `${engine.num_live_blocks.toLocaleString("en")} of ${count(engine.num_blocks, "block")}`,
+    engine.num_cached_blocks ? `${engine.num_cached_blocks.toLocaleString("en")} kept for reuse` : null,
+    engine.num_prefix_queried ? `prefix hits ${percent(engine.num_prefix_hit / engine.num_prefix_queried)}` : null,
+    engine.num_preemptions ? count(engine.num_preemptions, "preemption") : null,
+  ];
+  tile("kv", "KV memory", percent(kv), facts.filter(Boolean).join(" · "), kv);
   const read = recent("read_bytes_per_s");
   if (columns.read_bytes_per_s) {
     const share = read && limits.read_bytes_per_s ? read / limits.read_bytes_per_s : null;

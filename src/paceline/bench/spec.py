@@ -1,0 +1,150 @@
+"""Speculation against none: the same greedy texts on two engines, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
+
+from paceline.bench.spec_prompts import PROMPTS
+from paceline.llm import new_request, stream
+from paceline.types import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine.build import LoadedModel
+    from paceline.engine.speculation.stats import SpecStats
+
+
+class Run(Struct, frozen=True):
+    """One batch: the seconds from its last first token to its end, and its tokens."""
+
+    decode_s: float
+    texts: tuple[tuple[int, ...], ...]
+    num_steps: int
+
+
+class Cell(Struct, eq=False):
+    """What was measured of one workload at one batch size."""
+
+    workload: str
+    batch: int
+    plain: list[Run] = field(default_factory=list)
+    drafting: list[Run] = field(default_factory=list)
+    num_drafts: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_expected: float = 0.0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+
+def measure(
+    plain: LoadedModel,
+    drafting: LoadedModel,
+    *,
+    workloads: Sequence[str],
+    batches: Sequence[int],
+    num_tokens: int,
+    num_rounds: int,
+    on_round: Callable[[str, int, int], None] = lambda workload, batch, idx: None,
+) -> list[dict[str, Any]]:
+    """Return a row for each workload and batch size. The two engines take turns in each round."""
+    for loaded in (plain, drafting):
+        run_batch(loaded, ["Hello"], 8)
+    rows = []
+    for workload in workloads:
+        for batch in batches:
+            cell = Cell(workload, batch)
+            for idx in range(num_rounds):
+                on_round(workload, batch, idx + 1)
+                prompts = [
+                    PROMPTS[workload][i % len(PROMPTS[workload])] for i in range(idx, idx + batch)
+                ]
+                cell.plain.append(run_batch(plain, prompts, num_tokens))
+                before = _totals(drafting)
+                cell.drafting.append(run_batch(drafting, prompts, num_tokens))
+                _count(cell, before, _totals(drafting))
+            rows.append(_row(cell))
+    return rows
+
+
+def run_batch(loaded: LoadedModel, prompts: Sequence[str], num_tokens: int) -> Run:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens)
+    requests = [new_request(_encode(loaded, prompt), params) for prompt in prompts]
+    num_steps = loaded.engine.stats().num_steps
+    texts: dict[str, list[int]] = {request.id: [] for request in requests}
+    last_first = end = 0.0
+    for delta in stream(loaded.engine, requests):
+        end = time.perf_counter()
+        if delta.token_ids and not texts[delta.request_id]:
+            last_first = end
+        texts[delta.request_id] += delta.token_ids
+    return Run(
+        end - last_first,
+        tuple(map(tuple, texts.values())),
+        loaded.engine.stats().num_steps - num_steps,
+    )
+
+
+def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
+    if loaded.template is None:
+        return loaded.encode_prompt(prompt)
+    return loaded.encode_chat([{"role": "user", "content": prompt}])
+
+
+def _totals(loaded: LoadedModel) -> SpecStats:
+    stats = loaded.engine.stats().speculation
+    assert stats is not None, "the engine was loaded with a proposer"
+    return stats.copy()
+
+
+def _count(cell: Cell, before: SpecStats, after: SpecStats) -> None:
+    cell.num_drafts += after.num_drafts - before.num_drafts
+    cell.num_drafted += after.num_drafted - before.num_drafted
+    cell.num_accepted += after.num_accepted - before.num_accepted
+    cell.num_expected += after.num_expected - before.num_expected
+    num_positions = len(after.drafted_at)
+    for total, name in ((cell.drafted_at, "drafted_at"), (cell.accepted_at, "accepted_at")):
+        total.extend([0] * (num_positions - len(total)))
+        for i, (a, b) in enumerate(zip(getattr(before, name), getattr(after, name), strict=True)):
+            total[i] += b - a
+
+
+def _row(cell: Cell) -> dict[str, Any]:
+    ratios = [a.decode_s / b.decode_s for a, b in zip(cell.plain, cell.drafting, strict=True)]
+    return {
+        "workload": cell.workload,
+        "batch": cell.batch,
+        "rounds": len(ratios),
+        "is_same_text": all(
+            a.texts == b.texts for a, b in zip(cell.plain, cell.drafting, strict=True)
+        ),
+        "plain_tokens_per_s": _rate(cell.plain),
+        "tokens_per_s": _rate(cell.drafting),
+        "speed_up": {
+            "median": statistics.median(ratios), "low": min(ratios), "high": max(ratios),
+        },
+        "steps_saved": 1 - sum(r.num_steps for r in cell.drafting) / sum(
+            r.num_steps for r in cell.plain
+        ),
+        "num_drafts": cell.num_drafts,
+        "num_drafted": cell.num_drafted,
+        "num_accepted": cell.num_accepted,
+        "num_expected": round(cell.num_expected, 1),
+        "mean_accepted_length": cell.num_accepted / cell.num_drafts if cell.num_drafts else None,
+        "acceptance_by_position": [
+            round(right / drafted, 3)
+            for right, drafted in zip(cell.accepted_at, cell.drafted_at, strict=True)
+            if drafted
+        ],
+    }  # fmt: skip
+
+
+def _rate(runs: Sequence[Run]) -> float:
+    """Return the median tokens a second, over the batch; the first tokens are not decoded."""
+    return statistics.median(
+        sum(len(text) - 1 for text in run.texts) / run.decode_s for run in runs
+    )

@@ -1,0 +1,88 @@
+"""`paceline bench spec`: what speculation buys on this machine, and where it costs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+from paceline.bench.lengths import MAX_LENGTH
+from paceline.cli.bench_offline import MAX_BATCH, is_given, read_counts, with_room
+from paceline.cli.options import Model, engine_options
+from paceline.config import EngineConfig
+from paceline.errors import ParameterError
+
+
+@engine_options
+def spec(
+    ctx: typer.Context,
+    model: Model,
+    *,
+    workloads: Annotated[
+        str,
+        typer.Option(
+            "--workloads",
+            help="Several as edit,prose. Known: edit, echo, quotes, code, chat, prose.",
+        ),
+    ] = "edit,echo,quotes,code,chat,prose",
+    batch: Annotated[str, typer.Option("--batch", help="Prompts at once; several as 1,8.")] = "1",
+    output_tokens: Annotated[
+        int,
+        typer.Option("--output", min=2, max=MAX_LENGTH, help="Tokens of each answer, at most."),
+    ] = 128,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds over each cell.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config: EngineConfig,
+) -> None:
+    """Measure decoding with and without `--speculate`, in turns, over six kinds of text.
+
+    Texts are greedy, so both engines must write the same; the report says whether they did.
+    `--speculate` is ngram unless given.
+
+    **Examples**
+
+    - `paceline bench spec qwen2.5-coder-1.5b`
+
+    - `paceline bench spec qwen2.5-coder-0.5b --workloads edit,prose --batch 1,8 --json`
+    """
+    from paceline.bench.spec import measure
+    from paceline.bench.spec_prompts import PROMPTS
+    from paceline.bench.terminal import offline_status, print_spec
+    from paceline.cli.loading import load
+
+    names = workloads.split(",")
+    for name in names:
+        if name not in PROMPTS:
+            raise ParameterError(f"--workloads names {name!r}: choose from {', '.join(PROMPTS)}")
+    batches = read_counts(batch, "--batch", MAX_BATCH)
+    config = with_room(config, max(batches), is_fixed=is_given(ctx, "max_num_seqs"))
+    if config.speculate == "off":
+        config = replace(config, speculate="ngram")
+    plain = load(model, replace(config, speculate="off"))
+    drafting = load(model, config)
+    with offline_status() as say:
+        rows = measure(
+            plain,
+            drafting,
+            workloads=names,
+            batches=batches,
+            num_tokens=output_tokens,
+            num_rounds=rounds,
+            on_round=lambda name, size, idx: say(f"round {idx} of {rounds}: {size} x {name}"),
+        )
+    document = {
+        "model": drafting.name,
+        "isa": drafting.isa,
+        "num_threads": drafting.config.num_threads,
+        "speculate": config.speculate,
+        "output_tokens": output_tokens,
+        "rows": rows,
+    }
+    for loaded in (plain, drafting):
+        loaded.engine.stop()
+    if as_json:
+        print(json.dumps(document))
+    else:
+        print_spec(document)

@@ -1,0 +1,119 @@
+"""What drafting is: a Proposer guesses, a Draft holds the guesses, a Pace says how many pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct, field
+
+if TYPE_CHECKING:
+    from paceline.engine.sequence import Sequence
+
+MAX_NODES = 63  # of a draft: with the last known token they are the 64 rows that a tree mask holds
+MAX_DRAFTED = 64  # nodes of a step, over all sequences
+ROOT = -1  # the last known token, which every draft continues
+
+
+class Draft(Struct, eq=False):
+    """Guessed tokens after a sequence's last known one, as a tree.
+
+    Node i holds `tokens[i]` and follows node `parents[i] < i`, or ROOT. Without parents it is a
+    chain. `path` are the nodes that turned out right, in order:
+
+        tokens 5 6 7, parents ROOT 0 0: after 5 comes 6 or 7; the path of "5 7" is nodes 0 and 2
+    """
+
+    tokens: Seq[int]
+    parents: Seq[int] | None = None
+    path: list[int] = field(default_factory=list)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None
+
+    @property
+    def end(self) -> int:
+        """The last node that turned out right."""
+        return self.path[-1] if self.path else ROOT
+
+    def parent(self, node: int) -> int:
+        return node - 1 if self.parents is None else self.parents[node]
+
+    def has_children(self, node: int) -> bool:
+        return any(self.parent(i) == node for i in range(node + 1, len(self.tokens)))
+
+    def accept(self, token_id: int) -> bool:
+        """Take the token that came next; return whether the draft foresaw it."""
+        end = self.end
+        for node in range(end + 1, len(self.tokens)):
+            if self.tokens[node] == token_id and self.parent(node) == end:
+                self.path.append(node)
+                return True
+        return False
+
+    def depths(self) -> list[int]:
+        """Return each node's distance from the root."""
+        depths: list[int] = []
+        for node in range(len(self.tokens)):
+            parent = self.parent(node)
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def masks(self) -> list[int]:
+        """Return which rows each row sees: bit 0 is the root's, bit i + 1 that of node i."""
+        masks = [1]
+        for node in range(len(self.tokens)):
+            masks.append(masks[self.parent(node) + 1] | 1 << (node + 1))
+        return masks
+
+
+class Forecast(Struct, frozen=True):
+    """What a proposer could draft for a sequence now.
+
+    `kinds` has an entry a token, its class in the acceptance statistics: tokens of one kind are
+    right about equally often. `tokens` are the guesses where they cost nothing to know: they are
+    compared with what comes even when they are not drafted.
+    """
+
+    kinds: Seq[int]
+    tokens: Seq[int] = ()
+
+
+class Proposer(Protocol):
+    """A way to guess the tokens that come next. A wrong guess costs time and changes nothing."""
+
+    @property
+    def num_kinds(self) -> int: ...
+
+    def prior(self, kind: int) -> float:
+        """Return how often tokens of this kind are right, before anything was measured."""
+
+    def forecast(self, seq: Sequence, limit: int) -> Forecast:
+        """Return what could be drafted for `seq`, at most `limit >= 1` tokens."""
+
+    def propose(self, wanted: Seq[tuple[Sequence, Forecast, int]]) -> list[Draft]:
+        """Return a draft of at most n nodes for each (sequence, forecast, n); it may be empty."""
+
+    def release(self, seq: Sequence) -> None:
+        """`seq` has ended. Idempotent."""
+
+
+class Pace(Protocol):
+    """Says how long the drafts of a step are."""
+
+    def is_open(self, num_rows: int, num_prefill: int) -> bool:
+        """Return whether any draft could pay in such a step; if not, no forecast is asked for."""
+
+    def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
+        """Return a draft length for each sequence.
+
+        `chances` has a sequence's chances that a token is right if those before it are. The step
+        has `num_rows` rows without drafts, `num_prefill` of them of prompts.
+        """
+
+    def observe(self, *, num_rows: int, num_drafted: int, depth: int, num_accepted: int,
+                num_prefill: int, seconds: float, draft_s: float) -> None:  # fmt: skip
+        """A step of `num_rows` rows took `seconds`; before that, `draft_s` went into making its
+        drafts from forecasts. They are `num_drafted` of the rows, up to `depth` deep.
+        """

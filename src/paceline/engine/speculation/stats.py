@@ -1,0 +1,46 @@
+"""What speculation has done so far."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+MAX_POSITIONS = 16
+
+
+class SpecStats(Struct, kw_only=True):
+    """Totals since the start. Written by the engine's thread, read by any.
+
+    Position 0 is the first token of a draft; those from the last one on are counted together.
+    """
+
+    num_drafts: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_expected: float = 0.0  # what the chances promised of `num_accepted`
+    drafted_at: list[int]
+    accepted_at: list[int]
+
+    @classmethod
+    def empty(cls) -> SpecStats:
+        return cls(drafted_at=[0] * MAX_POSITIONS, accepted_at=[0] * MAX_POSITIONS)
+
+    def copy(self) -> SpecStats:
+        """Return the totals as they are now."""
+        return SpecStats(
+            num_drafts=self.num_drafts,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_expected=self.num_expected,
+            drafted_at=list(self.drafted_at),
+            accepted_at=list(self.accepted_at),
+        )
+
+    def count(self, depths: list[int], num_accepted: int) -> None:
+        """Count a draft of nodes at these depths, of which a path of `num_accepted` was right."""
+        self.num_drafts += 1
+        self.num_drafted += len(depths)
+        self.num_accepted += num_accepted
+        for depth in set(depths):
+            self.drafted_at[min(depth, MAX_POSITIONS) - 1] += 1
+        for position in range(num_accepted):
+            self.accepted_at[min(position, MAX_POSITIONS - 1)] += 1

@@ -1,0 +1,119 @@
+"""Law 1 with drafts: the tokens and logprob bits of each request alone, without speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.config import EngineConfig
+from paceline.engine.engine import Engine
+from paceline.engine.sequence import Sequence
+from paceline.types import SamplingParams
+from tests.e2e.test_law1 import (
+    BLOCK_BYTES,
+    FORMATS,
+    Job,
+    alone,
+    engine_options,
+    jobs,
+    make_engine,
+    model_path,
+    run,
+)
+from tests.unit.proposers import Eager, Oracle, Shape, wild_chain, wild_tree
+
+SHAPES: dict[str, Shape | None] = {
+    "perfect": None, "tree": wild_tree(256), "chain": wild_chain(256),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("law1")
+
+
+def drafting_engine(path: Path, proposer: Oracle | None, most: int, **options) -> Engine:
+    """Return an engine that drafts as much as it may; without a proposer by n-gram look-up."""
+    load = "paceline.engine.speculation.load.load_proposer"
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)):
+        if proposer is None:
+            return make_engine(path, speculate="ngram", **options)
+        with patch(load, lambda spec: proposer):
+            return make_engine(path, speculate="ngram", **options)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    options=engine_options,
+    schedule=st.lists(jobs, min_size=1, max_size=6),
+    shape=st.sampled_from(["ngram", *sorted(SHAPES)]),
+    most=st.sampled_from([1, 4, 9]),
+    seed=st.integers(0, 9),
+)
+def test_any_schedule_with_drafts_gives_the_bits_without(
+    folder, fmt, options, schedule, shape, most, seed
+):
+    path = model_path(folder, fmt)
+    expected = [alone(path, job) for job in schedule]
+
+    def text(seq: Sequence) -> tuple[int, ...]:
+        tokens = expected[int(seq.request.id)][seq.index][0]
+        return (*seq.request.prompt_token_ids, *tokens)
+
+    proposer = None if shape == "ngram" else Oracle(text, SHAPES[shape], seed)
+    engine = drafting_engine(path, proposer, most, **options)
+    results = run(engine, schedule)
+    engine.stop(5)
+    for result, solo in zip(results, expected, strict=True):
+        for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(result, solo, strict=True):
+            if end == "abort":
+                assert ids == solo_ids[: len(ids)]
+                assert bits == solo_bits[: len(bits)]
+            else:
+                assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+
+
+def test_trees_beside_prompts_in_a_tiny_pool_are_accepted_and_change_nothing(folder):
+    """All at once: trees, preemption, several sequences, sampling with penalties."""
+    path = model_path(folder, "q4_0")
+    schedule = [
+        Job(prompt=tuple(range(i, i + 40)), params=SamplingParams(
+            max_tokens=30, temperature=0.8, seed=i, logprobs=3, ignore_eos=True,
+            repetition_penalty=1.2), arrives_at=i)
+        for i in range(4)
+    ]  # fmt: skip
+    expected = [alone(path, job) for job in schedule]
+    proposer = Oracle(
+        lambda seq: (*seq.request.prompt_token_ids, *expected[int(seq.request.id)][0][0]),
+        wild_tree(256),
+    )
+    engine = drafting_engine(
+        path, proposer, 9, num_threads=2, max_batched_tokens=24, kv_memory_bytes=9 * BLOCK_BYTES
+    )
+    assert run(engine, schedule) == expected
+    stats = engine.stats()
+    engine.stop(5)
+    assert stats.num_preemptions > 0
+    assert stats.speculation is not None
+    assert stats.speculation.num_accepted > 20
+
+
+def test_a_small_pace_of_its_own_accord_changes_nothing_either(folder):
+    """The real pace, which drafts when it pays on this machine."""
+    path = model_path(folder, "q8_0")
+    job = Job(prompt=(1, 2, 3, 4) * 10, params=SamplingParams(
+        max_tokens=60, temperature=0, logprobs=2, ignore_eos=True))  # fmt: skip
+    engine = make_engine(path, speculate="ngram:max=6")
+    assert run(engine, [job]) == [alone(path, job)]
+    engine.stop(5)
+
+
+def test_speculation_is_off_unless_asked_for():
+    assert EngineConfig().speculate == "off"

@@ -1,0 +1,100 @@
+"""Speculation behind the API: the same answers, streamed and not, and figures that add up."""
+
+import re
+from unittest.mock import patch
+
+import pytest
+
+from paceline.config import EngineConfig
+from paceline.engine.build import load_model
+from paceline.errors import ParameterError
+from tests.e2e.live import LiveServer, script_model, wait_until
+from tests.unit.proposers import Eager
+
+OPTIONS = {"num_threads": 1, "max_num_seqs": 4, "kv_memory_bytes": 64 * 2**20}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    return script_model(tmp_path_factory.mktemp("speculation"), max_context=1024)
+
+
+@pytest.fixture(scope="module")
+def plain(script):
+    with LiveServer(script, **OPTIONS) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def drafting(script):
+    """It drafts whatever it may: steps of this model are too short for drafts to pay."""
+    with (
+        patch("paceline.engine.speculation.speculator.Goodput", Eager),
+        LiveServer(script, speculate="ngram:max=6", **OPTIONS) as live,
+    ):
+        yield live
+
+
+BODIES = [
+    {"prompt": "0", "max_tokens": 120, "temperature": 0},
+    {"prompt": "0", "max_tokens": 120, "temperature": 0, "logprobs": 3},
+    {"prompt": "0", "max_tokens": 90, "temperature": 1.3, "seed": 5, "n": 3},
+    {"prompt": "0", "max_tokens": 90, "temperature": 0, "stop": ["4567890123456789012"]},
+    {"prompt": ["0", "a"], "max_tokens": 60, "temperature": 0},
+    {"prompt": "0", "max_tokens": 60, "temperature": 0, "frequency_penalty": 2},
+    {"prompt": "0", "max_tokens": 60, "temperature": 0, "repetition_penalty": 1.5},
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(map(str, body)))
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_answers_are_the_same_with_and_without(plain, drafting, body, is_stream):
+    def answer(server):
+        if not is_stream:
+            reply = server.complete(**body)
+            return reply["choices"], reply["usage"]
+        pieces = {}
+        for event in server.stream("/v1/completions", **body):
+            for choice in event["choices"] if event != "[DONE]" else ():
+                kept = pieces.setdefault(choice["index"], ["", [], None])
+                kept[0] += choice["text"]
+                kept[1] += (choice.get("logprobs") or {}).get("token_logprobs", [])
+                kept[2] = choice["finish_reason"] or kept[2]
+        return pieces
+
+    assert answer(drafting) == answer(plain)
+    drafting.drain()
+
+
+def test_metrics_and_usage_tell_the_same_story(drafting):
+    def totals():
+        text = drafting.client.get("/metrics").text
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        pattern = r"vllm:spec_decode_num_{}_total{{[^}}]*}} (\S+)"
+        return [float(re.search(pattern.format(name), text)[1]) for name in names]
+
+    before = totals()
+    usages = []
+    for _ in range(3):
+        reply = drafting.complete("0", max_tokens=200, temperature=0, timings=True)
+        usages.append(reply["usage"]["paceline"])
+    wait_until(lambda: drafting.stats().num_running == 0)
+    drafts, drafted, accepted = (b - a for a, b in zip(before, totals(), strict=True))
+    assert drafted == sum(usage.get("drafted_tokens", 0) for usage in usages)
+    assert accepted == sum(usage.get("accepted_tokens", 0) for usage in usages)
+    assert 0 < drafts <= drafted
+    assert accepted <= drafted
+    for usage in usages:
+        assert sum(usage["parts_ms"].values()) == pytest.approx(usage["wall_ms"], abs=1e-6)
+    assert any("verify" in usage["parts_ms"] for usage in usages)
+
+
+def test_nothing_is_said_of_speculation_where_it_is_off(plain):
+    reply = plain.complete("0", max_tokens=20, temperature=0, timings=True)
+    assert "drafted_tokens" not in reply["usage"]["paceline"]
+    assert "spec_decode" not in plain.client.get("/metrics").text
+
+
+def test_a_spec_that_makes_no_sense_is_refused_before_the_model_is_read():
+    with pytest.raises(ParameterError, match="choose one of off, ngram"):
+        load_model("/no/such/file.gguf", EngineConfig(speculate="magic"))
