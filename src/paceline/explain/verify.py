@@ -54,23 +54,29 @@ def verify(
 ) -> Verification:
     """Run the load `rounds` times on each side, in turns; the order swaps every round.
 
-    The prediction is made anew from the runs without the change, so that both speak of the same
-    machine and load.
+    The lever proposes anew from the first run without a change, so that its prediction speaks of
+    this machine and load, and it is that proposal which is run.
     """
-    sides: dict[bool, list[Facts]] = {False: [], True: []}
+    on_run("without a change")
+    sides = {False: [run(model, options, planned, concurrency=concurrency)], True: []}
+    proposal = LEVERS[lever](situation_of(sides[False][0], machine))
+    if proposal is None or not proposal.change:
+        return Verification(
+            lever=lever, change=change, rounds=1, num_calls=len(sides[False][0].calls),
+            outcomes=(), note="replayed, the load did not show this cause again",
+        )  # fmt: skip
+    changed = {**options, **proposal.change}
+    what = " ".join(text for option in proposal.change.items() for text in option if text)
     for idx in range(rounds):
-        for is_changed in (False, True) if idx % 2 == 0 else (True, False):
-            used = {**options, **change} if is_changed else options
-            what = " ".join(text for option in change.items() for text in option if text)
+        for is_changed in (True,) if idx == 0 else (idx % 2 == 1, idx % 2 == 0):
             on_run(f"round {idx + 1} of {rounds}, {'with' if is_changed else 'without'} {what}")
+            used = changed if is_changed else options
             sides[is_changed].append(run(model, used, planned, concurrency=concurrency))
     before, after = (pool(sides[side]) for side in (False, True))
-    situation = situation_of(before, machine)
-    proposal = LEVERS[lever](situation)
     found = []
-    for finding in situation.findings if proposal is not None else ():
+    for finding in situation_of(before, machine).findings:
         measured = find(after.calls, finding.metric, finding.percentile)
-        if proposal is not None and measured is not None:
+        if measured is not None:
             found.append(
                 Outcome(
                     metric=finding.metric,
@@ -82,11 +88,10 @@ def verify(
             )
     return Verification(
         lever=lever,
-        change=change,
+        change=proposal.change,
         rounds=rounds,
         num_calls=len(before.calls),
         outcomes=tuple(found),
-        note="" if proposal is not None else "replayed, the load did not show this cause again",
     )
 
 
