@@ -1,8 +1,8 @@
 // Uses the page of a server as a person would, and prints what was seen as JSON.
-// node page.cjs URL HOSTILE_ID
+// node page.cjs URL HOSTILE_ID [KEY]; with a key only what a server asks that wants one.
 const { chromium } = require("playwright-core");
 
-const [url, hostileId] = process.argv.slice(2);
+const [url, hostileId, key] = process.argv.slice(2);
 const seen = { console: [], errors: [], outside: [] };
 
 function watch(page) {
@@ -21,7 +21,7 @@ const focused = (page) => page.evaluate(() => {
   return element.id || element.value || element.className || element.tagName;
 });
 
-async function ask(page, text, maxTokens) {
+async function talk(page, text, maxTokens) {
   await page.fill("#max_tokens", String(maxTokens));
   await page.fill("#message", text);
   await page.press("#message", "Enter");
@@ -40,7 +40,7 @@ async function tabs(page) {
 }
 
 async function answer(page) {
-  await ask(page, "<img src=x onerror=alert(1)>", 12);
+  await talk(page, "<img src=x onerror=alert(1)>", 12);
   await finished(page, 1);
   seen.question = await page.textContent(".question p");
   seen.answer = await page.evaluate(() => [...document.querySelectorAll(".token")].map((each) => each.textContent));
@@ -69,7 +69,7 @@ async function walk(page) {
 }
 
 async function stop(page) {
-  await ask(page, "go on", 15000);
+  await talk(page, "go on", 15000);
   await page.waitForFunction(() => document.querySelectorAll(".answer:nth-of-type(2) .token").length > 20
     || document.querySelectorAll(".token").length > 60);
   await page.click("#stop");
@@ -83,6 +83,18 @@ async function openSlow(page) {
   await page.waitForFunction((id) => document.querySelector(".who").textContent.startsWith(id), hostileId);
   seen.who = await page.textContent(".who");
   seen.focusAfterOpen = await focused(page);
+}
+
+async function giveKey(page) {
+  await page.waitForSelector("#state.gone");
+  seen.state = await page.textContent("#state-text");
+  await page.fill("#key", key);
+  await page.press("#key", "Enter");
+  await page.waitForSelector("#state.idle");
+  seen.formAfterKey = await page.isVisible("#key-form");
+  await talk(page, "go on", 5);
+  await finished(page, 1);
+  seen.answer = await page.textContent(".tokens");
 }
 
 async function pause(page) {
@@ -116,6 +128,16 @@ async function looks(browser) {
   page.setDefaultTimeout(120000);
   page.on("dialog", (dialog) => { seen.errors.push("a dialog: " + dialog.message()); dialog.dismiss(); });
   await page.goto(url + "/");
+  if (key) await giveKey(page);
+  else await useAll(page, browser);
+  await browser.close();
+  console.log(JSON.stringify(seen));
+})().catch((error) => {
+  console.error(error, JSON.stringify(seen));
+  process.exit(1);
+});
+
+async function useAll(page, browser) {
   await page.waitForSelector("#state.idle");
   await page.waitForSelector("#calls button");
   seen.tabs = await tabs(page);
@@ -131,9 +153,4 @@ async function looks(browser) {
   await pause(page);
   await page.close();
   await looks(browser);
-  await browser.close();
-  console.log(JSON.stringify(seen));
-})().catch((error) => {
-  console.error(error, JSON.stringify(seen));
-  process.exit(1);
-});
+}

@@ -245,7 +245,8 @@ def test_a_running_call_shows_what_is_booked_so_far_and_ends_as_itself(server):
     assert choice["completion_tokens"] >= 20
     assert first["ttft_ms"] < first["wall_ms"]
     assert first["parts_ms"]["decode"] > 0
-    assert first["parts_ms"]["unbooked"] < first["wall_ms"] / 2
+    # All up to the last steps is booked, however long those take.
+    assert first["parts_ms"]["unbooked"] < first["wall_ms"] - choice["steps"][10]["end_ms"]
     assert choice["num_steps"] == len(choice["steps"]) > 0
     seen = choice["steps"][-1]["step"]
     wait_until(lambda: server.stats().num_generated_tokens > before + 60)

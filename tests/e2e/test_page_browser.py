@@ -33,24 +33,33 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def seen(browser, tmp_path_factory):
-    """What the browser saw, and what the server says of the answer that it got."""
+def markup_path(tmp_path_factory):
+    """A model that answers with markup for ever."""
     ids = TOKENIZER.byte_ids
     model = successor_model(ids("\n<i>&\n"), ids("00"), max_position_embeddings=16384)
-    path = write_gguf(model, tmp_path_factory.mktemp("page") / "markup.gguf")
+    return write_gguf(model, tmp_path_factory.mktemp("page") / "markup.gguf")
+
+
+def use(browser, server, *arguments):
     node, chromium = browser
-    with ServeProcess(path, "--kv-memory", "64M") as server:
+    result = subprocess.run(
+        [node, str(SCRIPT), f"http://127.0.0.1:{server.port}", *arguments],
+        capture_output=True, text=True, timeout=400, env={**os.environ, "CHROMIUM": chromium},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def seen(browser, markup_path):
+    """What the browser saw, and what the server says of the answer that it got."""
+    with ServeProcess(markup_path, "--kv-memory", "64M") as server:
         server.client.post(
             "/v1/completions",
             json={"model": server.name, "prompt": "0" * 200, "max_tokens": 2000},
             headers={"x-request-id": HOSTILE_ID},
         )
-        result = subprocess.run(
-            [node, str(SCRIPT), f"http://127.0.0.1:{server.port}", HOSTILE_ID],
-            capture_output=True, text=True, timeout=400, env={**os.environ, "CHROMIUM": chromium},
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr
-        seen = json.loads(result.stdout)
+        seen = use(browser, server, HOSTILE_ID)
         seen["timeline"] = server.client.get(f"/v1/requests/{seen['id']}/timeline").json()
     return seen
 
@@ -133,3 +142,15 @@ def test_the_page_fits_a_phone_and_follows_the_colour_scheme_and_the_wish_for_ca
     assert light["width"] == dark["width"] == 360
     assert light["background"] != dark["background"]
     assert (light["moves"], dark["moves"]) == ("0.4s", "0s")
+
+
+def test_a_server_with_keys_is_used_with_the_one_that_is_typed_in(browser, markup_path, tmp_path):
+    key = "a-key-of-some-length"
+    keys = tmp_path / "keys"
+    keys.write_text(key)
+    with ServeProcess(markup_path, "--kv-memory", "64M", "--api-keys", str(keys)) as server:
+        seen = use(browser, server, HOSTILE_ID, key)
+    assert seen["state"] == "waiting for an API key"
+    assert seen["formAfterKey"] is False
+    assert seen["answer"] == "<i>&\n"
+    assert (seen["errors"], seen["outside"]) == ([], [])

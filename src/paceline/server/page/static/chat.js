@@ -2,6 +2,7 @@
 import { Answer, hideTip } from "./answer.js";
 import { byId, count, make, ms } from "./dom.js";
 import { clearInspection, inspect, markToken } from "./inspect.js";
+import { ask } from "./key.js";
 import { Timeline } from "./timeline.js";
 
 const LOOK_EVERY_MS = 1000;
@@ -62,7 +63,7 @@ async function* events(reply) {
   }
 }
 
-async function ask(text) {
+async function talk(text) {
   byId("hint")?.remove();
   history.push({ role: "user", content: text });
   const question = make("div", log, undefined, "question");
@@ -92,7 +93,7 @@ async function ask(text) {
 }
 
 async function stream(answer, signal) {
-  const reply = await fetch("/v1/chat/completions", {
+  const reply = await ask("/v1/chat/completions", {
     method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(requestBody()), signal,
   });
   if (!reply.ok) {
@@ -159,7 +160,7 @@ export function startChat() {
     const text = message.value.trim();
     if (!text || running || !form.reportValidity()) return;
     message.value = "";
-    ask(text);
+    talk(text);
   });
   message.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

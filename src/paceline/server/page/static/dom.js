@@ -37,11 +37,3 @@ export function scaled(value, unit) {
 
 export const color = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-// Throws with the server's own words where it refuses.
-export async function getJson(path) {
-  const reply = await fetch(path, { cache: "no-store" });
-  const body = await reply.json().catch(() => null);
-  if (!reply.ok) throw new Error(body?.error?.message || `${path}: ${reply.status}`);
-  return body;
-}

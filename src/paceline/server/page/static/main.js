@@ -1,7 +1,8 @@
 // Starts the page, and asks for the live figures once a second while somebody looks.
 import { chosenRank, followOpened, showCalls, startCalls } from "./calls.js";
 import { setModel, startChat } from "./chat.js";
-import { byId, count, getJson } from "./dom.js";
+import { byId, count } from "./dom.js";
+import { getJson, startKey } from "./key.js";
 import { forget, lastSecond, showCharts, showTiles, take } from "./live.js";
 
 const EVERY_MS = 1000;
@@ -31,8 +32,8 @@ async function refresh() {
     await followOpened().catch(() => {});
     setState(reply.engine.num_running ? "busy" : "idle", reply.engine.num_running ? "computing" : "idle");
   } catch (error) {
-    setState("gone", "the server does not answer");
-    byId("news").textContent = "The server does not answer.";
+    setState("gone", error.status === 401 ? "waiting for an API key" : "the server does not answer");
+    byId("news").textContent = stateText.textContent;
   } finally {
     isAsking = false;
   }
@@ -45,6 +46,7 @@ pause.addEventListener("click", () => {
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden && !isPaused) refresh(); });
 setInterval(() => { if (!document.hidden && !isPaused) refresh(); }, EVERY_MS);
+startKey(refresh);
 startChat();
 startCalls(refresh);
 refresh();

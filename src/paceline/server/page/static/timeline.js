@@ -1,5 +1,5 @@
 // The timeline of one request, asked for again while it runs; only new steps are sent each time.
-import { getJson } from "./dom.js";
+import { getJson } from "./key.js";
 
 export class Timeline {
   constructor(id) {
