@@ -438,3 +438,24 @@ def test_the_second_of_two_does_not_restore_what_the_first_is_restoring(tmp_path
     assert [cached_tokens(answers, i) for i in "ab"] == [80, 80]
     assert second.engine.stats().num_blocks_restored == 5
     second.engine.stop()
+
+
+def test_a_block_may_be_copied_and_then_overwritten_by_a_restored_one(tmp_path):
+    spec = f"disk:path={tmp_path},size=1M"
+    before = Cached(kv_tier=spec)
+    before.run(make_request("q", tokens(33, begin=9), ONE))
+    before.engine.stop()
+    cached = Cached(num_blocks=6, max_model_len=96, max_batched_tokens=128, kv_tier=spec)
+    settle(cached)
+    cached.run(make_request("p", tokens(20), ONE))  # its last block will be the oldest
+    cached.run(make_request("g", tokens(40, begin=5), ONE))  # leaves one block free
+    requests = (
+        make_request("p", (*tokens(19), 47, 47), GREEDY),  # copies rows into the free block
+        make_request("q", (*tokens(33, begin=9), 1), GREEDY),  # is restored into their source
+    )
+    answers = cached.run(*requests)
+    assert (cached_tokens(answers, "p"), cached_tokens(answers, "q")) == (19, 32)
+    for request in requests:
+        alone = run(make_engine(), request)
+        assert answers[request.id, 0].outcome() == alone[request.id, 0].outcome()
+    cached.engine.stop()
