@@ -177,6 +177,14 @@ def test_costs_between_measured_sizes_lie_on_the_line_between_them() -> None:
     assert cost.seconds(9) > cost.seconds(5)
 
 
+def test_a_row_that_begins_a_tile_does_not_make_all_rows_after_it_look_dear() -> None:
+    cost = RowCost()
+    for _ in range(50):
+        for num_rows, seconds in ((1, 0.010), (4, 0.013), (5, 0.018)):
+            cost.observe(num_rows, seconds)
+    assert cost.seconds(8) == pytest.approx(0.018 + 3 * 0.002, rel=0.03)
+
+
 def test_a_slower_machine_is_slower_at_every_size() -> None:
     cost = RowCost()
     for _ in range(50):

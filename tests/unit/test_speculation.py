@@ -183,10 +183,14 @@ def test_a_proposer_that_fails_is_left_alone_and_the_texts_go_on(
 
 
 def test_a_sequence_that_ended_is_released() -> None:
-    proposer = Oracle(lambda seq: [1] * 99)
-    engine = make_engine(proposer=proposer, pace=Eager())
-    run(engine, make_request("a"), make_request("b"))
+    tokens = [9, 10, 11, 0]  # the end token lies in the draft
+    proposer = Oracle(lambda seq: [1, 2, 3, *tokens, 9])
+    engine = make_engine(spelling_script(VOCAB, 3, tokens), proposer=proposer, pace=Eager())
+    params = SamplingParams(temperature=0, max_tokens=20)
+    run(engine, make_request("a", params=params), make_request("b", params=params))
     assert sorted(proposer.released) == [0, 1]
+    assert engine._speculator is not None
+    assert not engine._speculator._of
 
 
 def test_positions_count_drafted_and_accepted_tokens() -> None:

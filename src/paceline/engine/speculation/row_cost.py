@@ -78,13 +78,15 @@ class RowCost:
         return self._level * relative
 
     def _slope(self) -> float:
-        """Return what a row more than ever before costs: as the last ones did, or the usual."""
-        last = self._sizes[-1]
+        """Return what a row more than ever before costs: as those did on average, or the usual.
+
+        On average: kernels work in tiles, so the row that begins one is dearer than the next ones.
+        """
+        first, last = self._sizes[0], self._sizes[-1]
         usual = _PRIOR_SLOPE * self._shape[last]
-        if len(self._sizes) == 1:
+        if first == last:
             return usual
-        before = self._sizes[-2]
-        return max((self._shape[last] - self._shape[before]) / (last - before), usual / last)
+        return max((self._shape[last] - self._shape[first]) / (last - first), usual / last)
 
     def _add(self, num_rows: int, relative: float) -> None:
         self._shape[num_rows] = relative

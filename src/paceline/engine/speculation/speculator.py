@@ -239,8 +239,9 @@ class Speculator:
                 is_right = False
             else:
                 return
-            self._acceptance(seq).observe(kind, is_right)
             self._all.observe(kind, is_right)
+            if seq.state is State.RUNNING:  # one that ended is forgotten already
+                self._acceptance(seq).observe(kind, is_right)
             if not is_right:
                 return
 
