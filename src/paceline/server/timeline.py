@@ -88,7 +88,8 @@ def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[
         "end_ms": (record.end_ns - call.begin_ns) / 1e6,
         "kind": own.kind.label,
         "num_tokens": own.num_tokens,
-        "new_tokens": int(own.is_last),
+        "num_drafted": own.num_drafted,
+        "new_tokens": own.is_last + record.num_confirmed.get((request_id, choice), 0),
         "step_tokens": {kind.label: count for kind, count in in_step.items() if count},
         "num_seqs": len(record.chunks),
     }
