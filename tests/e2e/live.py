@@ -20,6 +20,7 @@ from paceline.engine.build import LoadedModel, load_model
 from paceline.server.admission import Limits
 from paceline.server.app import create_app
 from paceline.server.calls import Call
+from paceline.server.protocol import BoundedProtocol
 from paceline.server.timekeeping import TimedProtocol
 from tests.tiny import TinyTokenizer, successor_model, write_gguf
 
@@ -124,7 +125,7 @@ class LiveServer(HttpServer):
         model: Path,
         *,
         chat_template: str | None = None,
-        protocol: type[TimedProtocol] = TimedProtocol,
+        protocol: type[TimedProtocol] = BoundedProtocol,
         limits: Limits | None = None,
         **options: Any,
     ) -> None:

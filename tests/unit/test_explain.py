@@ -218,6 +218,14 @@ def test_the_prefix_cache_spares_what_repeats():
     assert situation(*cached).repeated_share == 0
 
 
+def test_drafts_are_left_out_where_wrong_guesses_cost_more_than_little():
+    one = replace(call({"prefill": 10}, {"decode": 80, "verify": 20}), rejected_ms=15.0)
+    found = advice(situation(one, speculate="ngram"), "no drafts")
+    assert found.change == {"--speculate": "off"}
+    assert after(found, "tpot", 50) == pytest.approx(10 * 0.85)
+    assert advice(situation(one), "no drafts") is None
+
+
 def test_a_larger_budget_saves_the_steps_that_it_spares():
     one = call({"prefill": 600, "engine": 40}, {"decode": 100}, num_prompt=512)
     found = advice(situation(one, max_batched_tokens=16), "max-batched-tokens")

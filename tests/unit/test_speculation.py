@@ -24,6 +24,7 @@ from tests.unit.scripted_engine import (
     make_request,
     run,
 )
+from tests.unit.test_masks import Cycle, structured
 from tests.unit.test_schedules import Schedule, alone, check, schedules
 
 SHAPES: dict[str, Shape | None] = {
@@ -96,6 +97,30 @@ def test_penalties_and_bans_advance_along_the_draft(options: dict[str, Any]) -> 
     plain, drafted, num_steps = both(params)
     assert drafted.outcome() == plain.outcome()
     assert num_steps < 10 or len(plain.token_ids) < 30
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_a_grammar_advances_along_the_draft(shape: str, temperature: float) -> None:
+    """SPC-02: every token keeps to the structure, which ends the answer inside a draft."""
+    grammar = Cycle(*["abcdefghij", "klmnop"] * 9, "q")
+    request = structured("a", grammar, temperature=temperature, seed=3)
+    plain_request = make_request("b", params=SamplingParams(temperature=0, max_tokens=30))
+    plain = run(make_engine(), request, plain_request)
+    texts = {
+        r.id: (*r.prompt_token_ids, *plain[r.id, 0].token_ids) for r in (request, plain_request)
+    }
+    engine = make_engine(
+        proposer=Oracle(lambda seq: texts[seq.request.id], SHAPES[shape], 5), pace=Eager(4)
+    )
+    drafted = run(engine, request, plain_request)
+    assert {key: a.outcome() for key, a in drafted.items()} == {
+        key: a.outcome() for key, a in plain.items()
+    }
+    assert len(drafted["a", 0].token_ids) == 19
+    stats = engine.stats().speculation
+    assert stats is not None
+    assert stats.num_accepted > 5
 
 
 def test_a_perfect_draft_of_k_gives_k_plus_one_tokens_a_step() -> None:

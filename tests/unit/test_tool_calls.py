@@ -112,7 +112,7 @@ def test_a_template_without_tools_is_told_of_them_in_words():
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
         {"role": "tool", "tool_call_id": "1", "content": "5"},
     ]  # fmt: skip
-    system, user, assistant, result = described(messages, TOOLS)
+    system, user, assistant, result = described(messages, TOOLS, template="")
     assert system["role"] == "system"
     assert json.dumps(TOOLS[0]) in system["content"]
     assert user == messages[0]
@@ -124,9 +124,16 @@ def test_a_template_without_tools_is_told_of_them_in_words():
     assert messages[1]["tool_calls"]  # what the caller gave is left as it was
 
 
+def test_a_template_that_writes_calls_itself_is_left_to_it():
+    messages = [{"role": "tool", "tool_call_id": "1", "content": "5"}]
+    template = "{% if message.role == 'tool' %}{{ message.content }}{% endif %}"
+    assert described(messages, [], template=template) == messages
+    assert described(messages, [], template="")[0]["role"] == "user"
+
+
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
 def test_a_system_turn_is_kept_and_added_to(content):
-    [system] = described([{"role": "system", "content": content}], TOOLS)
+    [system] = described([{"role": "system", "content": content}], TOOLS, template="")
     text = content if isinstance(content, str) else content[0]["text"]
     added = system["content"]
     assert (added if isinstance(added, str) else added[0]["text"]).startswith(text)

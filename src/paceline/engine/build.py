@@ -100,7 +100,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
         self._check_fits([messages, tools], param="messages")
         told, listed = list(messages), list(tools)
         if tool_style(self.template.source) is ToolStyle.DESCRIBED:
-            told, listed = described(told, listed), []
+            told, listed = described(told, listed, template=self.template.source), []
         return self.template.encode(
             told, self.tokenizer, tools=listed or None, on_rendered=on_rendered
         )

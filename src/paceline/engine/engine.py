@@ -332,7 +332,11 @@ class Engine:
         while following := [pair for pair in following if pair[0].state is State.RUNNING]:
             seqs, rows = [seq for seq, _ in following], [row for _, row in following]
             begin_ns = self._clock()
-            ids, details = self._sampler.sample(logits, rows, [seq.sampler for seq in seqs])
+            self._masks.begin(seqs, rows)
+            masks, mask_rows = self._masks.wait(seqs, rows)
+            ids, details = self._sampler.sample(
+                logits, rows, [seq.sampler for seq in seqs], masks, mask_rows
+            )
             now_ns = self._clock()
             self._recorder.verified(seqs, begin_ns, now_ns)
             following = follow(seqs, rows, ids)

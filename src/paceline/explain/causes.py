@@ -20,6 +20,7 @@ Causes = dict[str, float]  # milliseconds by cause
 WORDS = {
     "prefill": "computing its own prompt",
     "decode": "computing its own tokens",
+    "drafts": "guessing tokens ahead, and checking them",
     "others_prefill": "the prompts of others in its steps",
     "others_decode": "the tokens of others in its steps",
     "prefix": "waiting for another call that computes the same beginning",
@@ -32,7 +33,8 @@ WORDS = {
 _CAUSE_OF = {
     "prefill": "prefill", "decode": "decode", "prefill_others": "others_prefill",
     "decode_others": "others_decode", "queue_budget": "queue", "queue_kv": "kv_memory",
-    "queue_prefix": "prefix", "recompute": "kv_memory", "send": "reader", "receive": "upload",
+    "queue_prefix": "prefix", "recompute": "kv_memory", "draft": "drafts",
+    "verify": "drafts", "send": "reader", "receive": "upload",
 }  # fmt: skip
 _NEIGHBOURS = 0.05  # of all calls: as many as a percentile's causes are averaged over
 

@@ -19,6 +19,7 @@ class CallFacts(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     repeated_tokens: int = 0  # of the prompt, as an earlier one began
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    rejected_ms: float = 0.0  # of drafts that were wrong
     began_at: float = 0.0  # seconds; only differences count
 
     @property
@@ -58,6 +59,7 @@ class ServerFacts(Struct, frozen=True, kw_only=True):
     policy: str
     prefix_cache: bool = True
     activations: str = "q8"
+    speculate: str = "off"
 
 
 class Facts(Struct, frozen=True, kw_only=True):

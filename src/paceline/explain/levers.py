@@ -275,6 +275,26 @@ def _slower_prompt_ms(situation: Situation, finding: Finding, step_ms: float) ->
     return touched * (after / before - 1) if before else 0.0
 
 
+def stop_drafting(situation: Situation) -> Proposal | None:
+    """Steps without drafts, where too many of them were wrong."""
+    server, calls = situation.server, situation.facts.calls
+    lost_ms = sum(call.rejected_ms for call in calls)
+    if server is None or server.speculate == "off" or not lost_ms:
+        return None
+    decoding_ms = sum(call.wall_ms - (call.ttft_ms or 0.0) for call in calls)
+    share = min(lost_ms / decoding_ms, 1.0) if decoding_ms else 0.0
+
+    def predict(finding: Finding) -> float:
+        return finding.value_ms * (1 - share) if finding.metric == "tpot" else finding.value_ms
+
+    return Proposal(
+        change={"--speculate": "off"},
+        text=f"wrong guesses took {share:.0%} of the time of decoding",
+        predict=predict,
+        price="what right guesses won",
+    )
+
+
 def more_threads(situation: Situation) -> Proposal | None:
     """All steps get faster, as far as the ceilings go."""
     server, machine = situation.server, situation.machine
@@ -327,6 +347,7 @@ LEVERS: Mapping[str, Lever] = {
     "prefix-cache": use_prefix_cache,
     "threads": more_threads,
     "kv-memory": more_kv_memory,
+    "no drafts": stop_drafting,
     "max-batched-tokens": raise_budget,
     "policy": bound_steps,
     "max-num-seqs": more_seats,
@@ -358,5 +379,6 @@ def options_of(server: ServerFacts) -> dict[str, str]:
         "--block-size": str(server.block_size),
         "--policy": server.policy,
         "--activations": server.activations,
+        "--speculate": server.speculate,
         "--prefix-cache" if server.prefix_cache else "--no-prefix-cache": "",
     }

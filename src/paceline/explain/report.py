@@ -159,6 +159,7 @@ _BOUNDS = {
     "others_prefill": "interference", "others_decode": "interference", "queue": "queue",
     "kv_memory": "KV memory", "overhead": "overhead", "reader": "slow reader",
     "upload": "slow sender", "prefix": "compute",
+    "drafts": "compute",
 }  # fmt: skip
 
 

@@ -169,6 +169,7 @@ def _call(details: Mapping[str, Any]) -> CallFacts:
         completion_tokens=details["completion_tokens"],
         repeated_tokens=details.get("repeated_tokens", 0),
         cached_tokens=details.get("cached_tokens", 0),
+        rejected_ms=details.get("blame", {}).get("rejected_drafts_ms", 0.0),
         began_at=details["began_at"],
     )
 

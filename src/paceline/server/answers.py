@@ -134,23 +134,9 @@ class Answers:
         request, params, prompts = await self._prepare(prepare, body, call)
         grammar = await self._compile(request, params, call)
         wants_figures = self._wants_figures(request, http)
-        options = request.stream_options
         is_chat = isinstance(request, ChatRequest)
         call.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
-        formatter = Formatter(
-            "chat" if is_chat else "completion",
-            answer_id=call.id,
-            model=self._loaded.name,
-            tokenizer=self._loaded.tokenizer,
-            wants_logprobs=params.logprobs is not None,
-            include_usage=bool(options and options.include_usage) or wants_figures,
-            num_prompt_tokens=sum(map(len, prompts))
-            if options and options.continuous_usage_stats
-            else None,
-            prefixes=self._prefixes(request, prompts, params),
-            new_reader=self._new_reader(request),
-            figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
-        )
+        formatter = self._formatter(request, params, prompts, call, wants_figures=wants_figures)
         arrival_ns = call.lap(Part.PARSE)
         requests = [
             Request(
@@ -177,6 +163,30 @@ class Answers:
         if request.stream:
             return EventStream(generation, self._stream(generation, formatter), headers)
         return await self._collect(http, generation, formatter, headers)
+
+    def _formatter(
+        self,
+        request: ApiRequest,
+        params: SamplingParams,
+        prompts: list[list[int]],
+        call: Call,
+        *,
+        wants_figures: bool,
+    ) -> Formatter:
+        options = request.stream_options
+        counts_up = bool(options and options.continuous_usage_stats)
+        return Formatter(
+            "chat" if isinstance(request, ChatRequest) else "completion",
+            answer_id=call.id,
+            model=self._loaded.name,
+            tokenizer=self._loaded.tokenizer,
+            wants_logprobs=params.logprobs is not None,
+            include_usage=bool(options and options.include_usage) or wants_figures,
+            num_prompt_tokens=sum(map(len, prompts)) if counts_up else None,
+            prefixes=self._prefixes(request, prompts, params),
+            new_reader=self._new_reader(request),
+            figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
+        )
 
     async def _compile(
         self, request: ApiRequest, params: SamplingParams, call: Call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 from fastapi import Request as HttpRequest
@@ -12,21 +13,29 @@ from paceline.server.errors import ApiError
 from paceline.server.timekeeping import CALL
 
 MAX_BODY_BYTES = 16 * 2**20
+BODY_TIMEOUT_S = 60.0
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 413 or 415."""
+    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 408, 413 or 415."""
     kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"content-type is {kind!r}: send application/json")
     parts: list[bytes] = []
     size = 0
     try:
-        async for part in http.stream():
-            size += len(part)
-            if size > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it")
-            parts.append(part)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in http.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise ApiError(
+                        413, f"the body is longer than {MAX_BODY_BYTES} bytes: shorten it"
+                    )
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body was not complete after {BODY_TIMEOUT_S:g} s: send it faster"
+        ) from None
     except ClientDisconnect:
         raise ApiError(499, "the client left before its body was complete") from None
     return b"".join(parts)

@@ -177,7 +177,7 @@ def about(loaded: LoadedModel) -> dict[str, Any]:
     config, model = loaded.config, loaded.checkpoint.config
     names = (
         "num_threads", "max_num_seqs", "max_batched_tokens", "max_model_len", "block_size",
-        "kv_dtype", "policy", "prefix_cache", "activations",
+        "kv_dtype", "policy", "prefix_cache", "activations", "speculate",
     )  # fmt: skip
     return {
         "version": __version__,

@@ -16,8 +16,8 @@ from paceline.server.admission import Limits
 from paceline.server.answers import STOP_TIMEOUT_S
 from paceline.server.app import create_app
 from paceline.server.door import Keys, Life
+from paceline.server.protocol import BoundedProtocol
 from paceline.server.reports import Observer
-from paceline.server.timekeeping import TimedProtocol
 
 
 def serve(
@@ -34,7 +34,7 @@ def serve(
     life = Life()
     config = uvicorn.Config(
         create_app(loaded, observers=observers, life=life, keys=keys, limits=limits, page=page),
-        http=TimedProtocol, log_config=None, access_log=False, server_header=False, lifespan="on",
+        http=BoundedProtocol, log_config=None, access_log=False, server_header=False, lifespan="on",
         timeout_graceful_shutdown=round(STOP_TIMEOUT_S) + 1,
     )  # fmt: skip
     GracefulServer(config, loaded.engine, life=life, grace_s=grace_s).run(sockets=[listener])

@@ -11,6 +11,7 @@ from typing import Any
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 MAX_CALLS = 16  # in one answer, where a grammar asks for calls
 _MENTIONS_TOOLS = re.compile(r"\btools\b")
+_WRITES_CALLS = re.compile(r"tool_calls|['\"]tool['\"]")
 _LLAMA = re.compile(r"python_tag|ipython|\"parameters\"")
 
 Message = Mapping[str, Any]
@@ -42,12 +43,14 @@ def arguments_key(template: str) -> str:
     return "parameters" if is_llama else "arguments"
 
 
-def described(messages: Sequence[Any], tools: Sequence[Tool]) -> list[Any]:
+def described(messages: Sequence[Any], tools: Sequence[Tool], *, template: str) -> list[Any]:
     """Return messages for a template that knows no tools: all about them is said in words.
 
-    The tools go to the system turn, calls to the assistant's words, results to user turns.
+    The tools go to the system turn; calls to the assistant's words and results to user turns,
+    unless the template writes those itself.
     """
-    told = [_in_words(message) for message in messages]
+    writes_calls = _WRITES_CALLS.search(template) is not None
+    told = list(messages) if writes_calls else [_in_words(message) for message in messages]
     if not tools:
         return told
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)

@@ -118,8 +118,6 @@ class Speculator:
         for seq, n in schedule.chunks:
             if n != 1 or seq.siblings or seq.num_computed + 1 != len(seq.token_ids):
                 continue
-            if seq.grammar is not None:  # its masks are known one token ahead only
-                continue
             # The step's own token comes after the draft's last one.
             limit = min(num_left, MAX_NODES, seq.max_len - len(seq.token_ids) - 1)
             if limit > 0:

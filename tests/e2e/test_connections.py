@@ -1,0 +1,98 @@
+"""Connections that are held open without a request (SRV-03)."""
+
+import socket
+import time
+
+import pytest
+
+from paceline.server import body
+from paceline.server.protocol import BoundedProtocol
+from tests.e2e.live import ALPHABET, LiveServer, ServeProcess, wait_until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+class Impatient(BoundedProtocol):
+    HEAD_TIMEOUT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def impatient(script_path):
+    live = LiveServer(script_path, protocol=Impatient, kv_memory_bytes=8 * 2**20, num_threads=1)
+    yield live
+    live.close()
+
+
+def connect(server):
+    return socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def flood(connection) -> None:
+    for _ in range(1000):
+        connection.sendall(b"X-Filler: " + b"x" * 1000 + b"\r\n")
+
+
+def is_closed_by_peer(connection) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST", HEAD, HEAD + b"X: y\r\nX"])
+def test_a_connection_without_a_whole_head_is_closed(impatient, sent):
+    with connect(impatient) as connection:
+        start = time.monotonic()
+        connection.sendall(sent)
+        assert is_closed_by_peer(connection)
+        assert 0.2 < time.monotonic() - start < 4
+    impatient.survive()
+
+
+def test_a_slow_head_on_a_used_connection_is_closed_too(impatient):
+    with connect(impatient) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /ver")
+        assert is_closed_by_peer(connection)
+
+
+def test_headers_without_end_are_cut(server):
+    with connect(server) as connection:
+        connection.sendall(HEAD)
+        with pytest.raises(OSError, match=r"[Bb]roken pipe|reset"):
+            flood(connection)
+    server.survive()
+
+
+def test_a_long_call_outlives_the_time_of_its_head(impatient):
+    """The time is the head's alone."""
+    text = b'{"model": "script", "prompt": "a", "temperature": 0}'
+    with connect(impatient) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(text))
+        time.sleep(0.6)
+        connection.sendall(text)
+        assert ALPHABET[1:].encode() in connection.recv(65536)
+
+
+def test_a_body_that_does_not_come_is_a_408(server, monkeypatch):
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2)
+    with connect(server) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+    server.survive()
+
+
+def test_few_file_handles_and_many_idle_connections_are_survived(script_path):
+    limited = ("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")
+    with ServeProcess(script_path, "--kv-memory", "8M", prefix=limited) as server:
+        server.survive()
+        before = server.num_open_files
+        idle = [connect(server) for _ in range(200)]
+        for connection in idle:
+            connection.close()
+        server.client.close()
+        wait_until(lambda: server.num_open_files <= before, timeout_s=20)
+        with connect(server) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
