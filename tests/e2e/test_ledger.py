@@ -220,6 +220,14 @@ def test_a_failed_call_closes_with_the_failed_steps_time_unexplained(server, mon
 # ---- calls that still run ----
 
 
+@pytest.fixture(scope="module")
+def busy(script):
+    """A server of their own: they are given up after more steps than a trace holds."""
+    options = {"num_threads": 1, "max_num_seqs": 4, "kv_memory_bytes": 256 * 2**20}
+    with LiveServer(script, **options) as live:
+        yield live
+
+
 def so_far(server, key, **query):
     reply = server.client.get(f"/v1/requests/{key}/timeline", params=query)
     assert reply.status_code == 200, reply.text
@@ -235,11 +243,11 @@ def open_stream(server, key, **body):
     return send(server, headers=f"X-Request-Id: {key}\r\n", stream=True, **body)
 
 
-def test_a_running_call_shows_what_is_booked_so_far_and_ends_as_itself(server):
-    before = server.stats().num_generated_tokens
-    connection = open_stream(server, "running", max_tokens=3000)
-    wait_until(lambda: server.stats().num_generated_tokens > before + 20)
-    first = so_far(server, "running")
+def test_a_running_call_shows_what_is_booked_so_far_and_ends_as_itself(busy):
+    before = busy.stats().num_generated_tokens
+    connection = open_stream(busy, "running", max_tokens=3000)
+    wait_until(lambda: busy.stats().num_generated_tokens > before + 20)
+    first = so_far(busy, "running")
     [choice] = first["choices"]
     assert choice["finish_reason"] is None
     assert choice["completion_tokens"] >= 20
@@ -249,47 +257,47 @@ def test_a_running_call_shows_what_is_booked_so_far_and_ends_as_itself(server):
     assert first["parts_ms"]["unbooked"] < first["wall_ms"] - choice["steps"][10]["end_ms"]
     assert choice["num_steps"] == len(choice["steps"]) > 0
     seen = choice["steps"][-1]["step"]
-    wait_until(lambda: server.stats().num_generated_tokens > before + 60)
-    later = so_far(server, "running", after_step=seen)
+    wait_until(lambda: busy.stats().num_generated_tokens > before + 60)
+    later = so_far(busy, "running", after_step=seen)
     assert later["wall_ms"] > first["wall_ms"]
     assert later["choices"][0]["steps"][0]["step"] == seen + 1
     assert later["choices"][0]["num_steps_forgotten"] == 0
     connection.close()
-    ended = timeline(server, "running")
+    ended = timeline(busy, "running")
     assert ended["outcome"] == "aborted"
     assert "unbooked" not in ended["parts_ms"]
     assert ended["parts_ms"]["decode"] > later["parts_ms"]["decode"]
 
 
-def test_a_running_call_of_several_choices_shows_them_once_they_have_their_prompt(server):
-    before = server.stats().num_generated_tokens
-    connection = open_stream(server, "several", n=3, max_tokens=3000, prompt="0" * 50)
-    wait_until(lambda: server.stats().num_generated_tokens > before + 20)
-    call = so_far(server, "several")
+def test_a_running_call_of_several_choices_shows_them_once_they_have_their_prompt(busy):
+    before = busy.stats().num_generated_tokens
+    connection = open_stream(busy, "several", n=3, max_tokens=3000, prompt="0" * 50)
+    wait_until(lambda: busy.stats().num_generated_tokens > before + 20)
+    call = so_far(busy, "several")
     assert [choice["index"] for choice in call["choices"]] == [0, 1, 2]
     assert call["prompt_tokens"] == 50
     connection.close()
-    server.drain()
+    busy.drain()
 
 
-def test_a_call_in_the_queue_is_all_unbooked_and_has_no_step(server):
-    others = [open_stream(server, f"seat-{number}") for number in range(4)]
-    wait_until(lambda: server.stats().num_running == 4)
-    queued = open_stream(server, "queued", n=2)
-    wait_until(lambda: server.stats().num_waiting == 1)
+def test_a_call_in_the_queue_is_all_unbooked_and_has_no_step(busy):
+    others = [open_stream(busy, f"seat-{number}") for number in range(4)]
+    wait_until(lambda: busy.stats().num_running == 4)
+    queued = open_stream(busy, "queued", n=2)
+    wait_until(lambda: busy.stats().num_waiting == 1)
     time.sleep(0.05)
-    call = so_far(server, "queued")
+    call = so_far(busy, "queued")
     assert call["parts_ms"]["unbooked"] > 0.9 * 50
     assert call["ttft_ms"] is None
     assert [choice["steps"] for choice in call["choices"]] == [[]]
     for connection in (*others, queued):
         connection.close()
-    server.drain()
-    assert timeline(server, "queued")["outcome"] == "aborted"
+    busy.drain()
+    assert timeline(busy, "queued")["outcome"] == "aborted"
 
 
 def test_a_step_says_how_many_tokens_it_gave(server):
-    call = _completed(server, "marked", prompt="0" * 1500, max_tokens=5)  # more than one budget
+    call = _completed(server, "marked", prompt="k" * 1500, max_tokens=5)  # more than one budget
     assert [step["new_tokens"] for step in call["choices"][0]["steps"]] == [0, 0, 1, 1, 1, 1, 1]
 
 

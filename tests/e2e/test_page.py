@@ -116,11 +116,23 @@ def test_of_several_tokens_of_a_step_all_but_the_last_were_drafted(tmp_path):
         pytest.skip("node is not here: apt-get install nodejs")
     module = tmp_path / "steps.mjs"
     module.write_text(STATIC.joinpath("steps.js").read_text())
-    step = {"kind": "decode", "num_tokens": 3, "num_seqs": 2}
+    step = {"kind": "decode", "num_tokens": 3, "num_drafted": 2, "num_seqs": 2}
     steps = [
-        {**step, "end_ms": 5, "new_tokens": 0, "step_tokens": {"prefill": 8}, "kind": "prefill"},
-        {**step, "end_ms": 10, "new_tokens": 1, "step_tokens": {"decode": 4}},
-        {**step, "end_ms": 30, "new_tokens": 3, "step_tokens": {"decode": 3, "prefill": 64}},
+        {
+            **step,
+            "end_ms": 5,
+            "new_tokens": 0,
+            "step_tokens": {"prefill": 3},
+            "kind": "prefill",
+            "num_drafted": 0,
+        },
+        {**step, "end_ms": 10, "new_tokens": 1, "step_tokens": {"decode": 2, "verify": 2}},
+        {
+            **step,
+            "end_ms": 30,
+            "new_tokens": 3,
+            "step_tokens": {"decode": 1, "verify": 2, "prefill": 64},
+        },
     ]
     code = (
         f"import {{ emissions }} from {json.dumps(module.as_uri())};"
@@ -171,6 +183,21 @@ def test_the_last_minutes_balance_with_what_was_asked(server):
     slowest = [call["wall_ms"] for call in seen["slowest"]]
     assert slowest == sorted(slowest, reverse=True)
     assert all(call["outcome"] == "ok" and call["parts_ms"] for call in seen["slowest"])
+
+
+def test_tokens_that_drafts_foresaw_are_counted_in_the_step_that_gave_them(script_path):
+    options = {"num_threads": 1, "kv_memory_bytes": 2**23, "speculate": "ngram:max=6"}
+    with LiveServer(script_path, **options) as server:
+        answer = server.complete("0123456789" * 4, temperature=0, max_tokens=60)
+        [choice] = timeline(server, answer["id"])["choices"]
+        given = [step["new_tokens"] for step in choice["steps"]]
+        assert sum(given) == choice["completion_tokens"] == 60
+        assert max(given) > 1
+        assert max(step["num_drafted"] for step in choice["steps"]) >= max(given) - 1
+        seen = live(server)
+        assert sum(seen["seconds"]["new_tokens"]) == 60
+        assert sum(seen["seconds"]["verify"]) == sum(s["num_drafted"] for s in choice["steps"])
+        assert seen["itl_ms"]["count"] == 59
 
 
 def test_a_reader_that_comes_again_gets_what_is_new(server):

@@ -87,6 +87,19 @@ def test_gaps_are_between_the_tokens_of_a_sequence_to_one_percent(now):
     assert at(seen, 999, "itl_p50_ms") == pytest.approx(10, rel=0.011)
 
 
+def test_tokens_that_drafts_foresaw_came_without_a_wait(now):
+    recorder = StepRecorder(WORK)
+    chunk = Chunk("a", 0, 4, 0, Part.DECODE, True, 3)
+    recorder.log.add(step(999.1, token("a")))
+    recorder.log.add(step(999.2, chunk, num_confirmed={("a", 0): 2}))
+    seen = look(LiveView(recorder))
+    assert at(seen, 999, "new_tokens") == 4
+    assert (at(seen, 999, "decode"), at(seen, 999, "verify")) == (2, 3)
+    assert seen["itl_ms"]["count"] == 3
+    assert seen["itl_ms"]["p50"] < 0.002
+    assert seen["itl_ms"]["p99"] == pytest.approx(100, rel=0.011)
+
+
 def test_a_gap_over_a_long_stall_is_seen_in_the_second_of_its_end(now):
     recorder = StepRecorder(WORK)
     view = LiveView(recorder)

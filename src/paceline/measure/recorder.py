@@ -118,6 +118,8 @@ class StepRecorder:
             ledger.spend(Part.SAMPLE, now_ns)
             ledger.rejected_ns -= ledger.draft_row_ns
             ledger.num_seen += 1  # the row that it was chosen from
+            confirmed, key = self._record.num_confirmed, (seq.request.id, seq.index)
+            confirmed[key] = confirmed.get(key, 0) + 1
             self.counters.gap_s.observe((now_ns - seq.last_token_ns) / 1e9)
 
     def first_text(self, seq: Sequence, now_ns: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from paceline.measure.histogram import COUNTS, SECONDS, Histogram
 from paceline.measure.ledger import NUM_PARTS, Part
@@ -59,6 +59,8 @@ class StepRecord(Struct, kw_only=True):
     kv_bytes: int = 0  # read
     draft_ns: int = 0  # up to `scheduled_ns`
     chunks: tuple[Chunk, ...] = ()
+    # (request, choice) -> tokens that it gave beyond its first, because drafts were right
+    num_confirmed: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def tokens_by_kind(self) -> dict[Part, int]:
         """Return how many tokens the step computed, by PREFILL, RECOMPUTE, DECODE and VERIFY."""

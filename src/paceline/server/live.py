@@ -25,6 +25,7 @@ GAPS_S = 60  # of the percentiles of gaps between tokens
 NUM_LISTED = 8  # calls
 _MAX_SEQUENCES = 4096  # whose last token's time is kept
 _LOG_STEP = math.log(1.02)  # gaps are kept to 1 %
+_SAME_STEP = round(math.log(1000) / _LOG_STEP)  # of tokens that one step gave: a microsecond
 
 
 RANKS = ("wall", "ttft", "tpot")
@@ -46,6 +47,7 @@ class Second(Struct, eq=False):
     tokens: Counter[Part] = field(default_factory=Counter)
     num_steps: int = 0
     num_new: int = 0  # tokens chosen
+    num_rows: int = 0  # of logits
     num_keys: int = 0
     kv_bytes: int = 0
     work_ns: int = 0  # the backend computed
@@ -108,9 +110,14 @@ class LiveView:
         for record in records:
             self._steps_until_ns = record.end_ns
             second = self._second(record.end_ns // 10**9)
-            second.tokens.update(record.tokens_by_kind())
+            tokens = record.tokens_by_kind()
+            num_confirmed = sum(record.num_confirmed.values())
+            second.tokens.update(tokens)
             second.num_steps += 1
-            second.num_new += record.num_sampled
+            second.num_new += record.num_sampled + num_confirmed
+            second.num_rows += record.num_sampled + tokens.get(Part.VERIFY, 0)
+            if num_confirmed:  # they came with the token before
+                second.gaps[_SAME_STEP] += num_confirmed
             second.num_keys += record.num_keys
             second.kv_bytes += record.kv_bytes
             second.work_ns += record.work_ns - record.built_ns
@@ -152,7 +159,7 @@ class LiveView:
         }
         if self._recorder is None:
             return columns
-        for kind in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE):
+        for kind in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE, Part.VERIFY):
             columns[kind.label] = [second.tokens[kind] for second in shown]
         columns["steps"] = [second.num_steps for second in shown]
         columns["new_tokens"] = [second.num_new for second in shown]
@@ -166,7 +173,7 @@ class LiveView:
             columns["macs_per_s"] = [
                 _rate(
                     work.macs(
-                        num_tokens=s.tokens.total(), num_logit_rows=s.num_new, num_keys=s.num_keys
+                        num_tokens=s.tokens.total(), num_logit_rows=s.num_rows, num_keys=s.num_keys
                     ),
                     s,
                 )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.measure.ledger import Part
+from paceline.measure.ledger import Ledger, Part
 from paceline.measure.steps import StepLog, StepRecord
 from paceline.server.calls import Call
 
@@ -47,7 +47,7 @@ def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> dict
         prompt, choice = divmod(idx, call.n)
         request_id = engine_id(call.id, prompt)
         taken = _steps_of(records, request_id, choice)
-        num_steps = 0 if ended.ledger is None else ended.ledger.num_steps
+        num_over = 0 if ended.ledger is None else _num_over(ended.ledger, records)
         choices.append({
             "index": idx,
             "finish_reason": ended.finish_reason,
@@ -55,8 +55,8 @@ def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> dict
             "completion_tokens": ended.usage.completion_tokens,
             "tpot_ms": None if ended.timings.tpot_s is None else ended.timings.tpot_s * 1e3,
             "num_preemptions": ended.timings.num_preemptions,
-            "num_steps": num_steps,
-            "num_steps_forgotten": max(num_steps - len(taken), 0),
+            "num_steps": max(num_over, len(taken)),  # of a running call more may be over by now
+            "num_steps_forgotten": max(num_over - len(taken), 0),
             "steps": [
                 _step(call, record, request_id, choice)
                 for record in taken
@@ -69,6 +69,13 @@ def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> dict
 def engine_id(answer_id: str, prompt_idx: int) -> str:
     """Return the id in the engine of one prompt of a call: the answer's, for the first."""
     return answer_id if prompt_idx == 0 else f"{answer_id}-{prompt_idx}"
+
+
+def _num_over(ledger: Ledger, records: Sequence[StepRecord]) -> int:
+    """Return how many steps of a ledger are over: one that runs is in no record yet."""
+    newest = records[-1].number if records else -1
+    is_in_step = ledger.last_step is not None and ledger.last_step > newest
+    return ledger.num_steps - is_in_step
 
 
 def _steps_of(records: Iterable[StepRecord], request_id: str, choice: int) -> list[StepRecord]:
@@ -88,7 +95,8 @@ def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[
         "end_ms": (record.end_ns - call.begin_ns) / 1e6,
         "kind": own.kind.label,
         "num_tokens": own.num_tokens,
-        "new_tokens": int(own.is_last),
+        "num_drafted": own.num_drafted,
+        "new_tokens": own.is_last + record.num_confirmed.get((request_id, choice), 0),
         "step_tokens": {kind.label: count for kind, count in in_step.items() if count},
         "num_seqs": len(record.chunks),
     }

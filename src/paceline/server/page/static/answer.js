@@ -129,7 +129,8 @@ function describeStep(step, piece, answer) {
   lines.push(`Step ${step.step} took ${ms(took)}`);
   const waited = step.gap_ms === null ? 0 : step.gap_ms - took;
   if (waited > 1) lines.push(`${ms(waited)} passed between its steps`);
-  const own = step.kind === "decode" ? "this token" : `${count(step.num_tokens, "token")} of its own prompt`;
+  const drafts = step.num_drafted ? ` with ${count(step.num_drafted, "drafted token")}` : "";
+  const own = step.kind === "decode" ? "this token" + drafts : `${count(step.num_tokens, "token")} of its own prompt`;
   const others = step.others.map(([kind, number]) => count(number, `${kindName(kind)} token`)).join(" and ");
   const seqs = step.num_seqs - 1;
   lines.push(seqs > 0 ? `In the step: ${own}, beside ${others} of ${count(seqs, "other sequence")}` : `In the step: ${own} alone`);

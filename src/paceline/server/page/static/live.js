@@ -110,13 +110,14 @@ function build(reply) {
       line("next token, p50", "--own", ms), line("p99", "--others", ms),
       line("first token", "--prompt", ms, { paths: () => null, points: { show: true, size: 6 } }),
     ], ms, decades, () => [ago(), column("itl_p50_ms"), column("itl_p99_ms"), column("ttft_ms")]);
-    const kinds = ["decode", "prefill", "recompute"];
+    const kinds = ["decode", "verify", "prefill", "recompute"];
     // Drawn from the tallest sum down; the legend shows each kind by itself.
     const own = (name) => (u, v, s, idx) => whole(idx === null ? null : columns[name][idx]);
     const layer = (label, tone, name) => ({ ...area(label, tone, whole), value: own(name) });
     chart("Tokens computed", "What the steps of each second were made of.", [
-      layer("computed again", "--loss", "recompute"), layer("prompts", "--prompt", "prefill"), layer("answers", "--own", "decode"),
-    ], whole, fromZero, () => [ago(), sums(kinds), sums(["decode", "prefill"]), sums(["decode"])]);
+      layer("computed again", "--loss", "recompute"), layer("prompts", "--prompt", "prefill"),
+      layer("drafts", "--wait", "verify"), layer("answers", "--own", "decode"),
+    ], whole, fromZero, () => [4, 3, 2, 1].reduce((all, end) => [...all, sums(kinds.slice(0, end))], [ago()]));
   }
   chart("Requests", "Running and waiting, while this page was open.", [
     area("running", "--own", whole), line("waiting", "--wait", whole),

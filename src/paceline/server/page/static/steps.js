@@ -3,7 +3,9 @@
 // Tokens of others in a step, as [kind, count].
 export function othersIn(step) {
   const counts = { ...step.step_tokens };
-  counts[step.kind] = Math.max((counts[step.kind] || 0) - step.num_tokens, 0);
+  const known = step.num_tokens - step.num_drafted;
+  counts[step.kind] = Math.max((counts[step.kind] || 0) - known, 0);
+  counts.verify = Math.max((counts.verify || 0) - step.num_drafted, 0);
   return Object.entries(counts).filter(([, number]) => number > 0);
 }
 

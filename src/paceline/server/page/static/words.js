@@ -30,7 +30,7 @@ const PARTS = {
   unbooked: ["this moment", SMALL, "waiting, or in a step that still runs"],
 };
 
-const KINDS = { prefill: "prompt", recompute: "recomputed", decode: "decoding" };
+const KINDS = { prefill: "prompt", recompute: "recomputed", decode: "decoding", verify: "drafted" };
 
 // A part that is newer than this page shows under its own name.
 const part = (name) => PARTS[name] || [name.replaceAll("_", " "), SMALL, name.replaceAll("_", " ")];
