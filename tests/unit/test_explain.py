@@ -9,6 +9,7 @@ import typer
 from msgspec.structs import replace
 
 from paceline.cli.explain import installed_model, read_options
+from paceline.cli.explain_text import print_explanation
 from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain import costs
@@ -267,6 +268,48 @@ def test_seats_help_those_that_wait_for_them_and_slow_the_others():
     assert after(found, "tpot", 50) > 10
     empty = situation(*calls, max_num_seqs=8)  # steps of one sequence: seats were free
     assert advice(empty, "max-num-seqs") is None
+
+
+def joined(*, queue_ms: float, prompts_ms: float) -> Situation:
+    """Two calls that ran at once, one of them beside long prompts, and one that had to wait."""
+    first = call({"prefill": 20}, {"decode": 1200}, num_tokens=41)
+    hurt = call({"prefill": 20}, {"decode": 600, "decode_others": 200 + prompts_ms},
+                num_tokens=41, others_prefill_ms=prompts_ms)  # fmt: skip
+    late = call({"queue_budget": queue_ms, "prefill": 20}, {"decode": 1000}, num_tokens=41)
+    full = tuple(
+        StepFacts(num_tokens=n, num_decode=2, num_seqs=2, forward_s=0, duration_s=0.005 * n)
+        for n in (2, 4)
+    )
+    return situation(first, hurt, late, steps=full, max_num_seqs=2)
+
+
+def test_the_percentiles_of_a_prediction_are_those_of_one_distribution():
+    one = joined(queue_ms=20_000, prompts_ms=1200)
+    proposal = LEVERS["max-num-seqs"](one)
+    by_itself = {f.percentile: proposal.predict(f) for f in one.findings if f.metric == "tpot"}
+    # Without the prompts that it met, the slowest call would be faster than the median one.
+    assert by_itself[50] > by_itself[95]
+    told = advice(one, "max-num-seqs")
+    assert after(told, "tpot", 50) <= after(told, "tpot", 95) == after(told, "tpot", 99)
+
+
+def test_a_change_that_makes_calls_longer_in_all_is_no_advice():
+    assert advice(joined(queue_ms=20_000, prompts_ms=1200), "max-num-seqs").whole_gain > 0
+    little = joined(queue_ms=200, prompts_ms=0)
+    proposal = LEVERS["max-num-seqs"](little)
+    assert any(proposal.predict(f) < 0.5 * f.value_ms for f in little.findings)
+    assert advice(little, "max-num-seqs") is None
+
+
+def test_what_a_change_makes_slower_is_said(capsys):
+    calls = [call({"queue_budget": 900, "prefill": 100}, {"decode": 100}) for _ in range(4)]
+    one = tuple(replace(step, num_seqs=1) for step in STEPS)
+    print_explanation(explain(situation(*calls, steps=one, max_num_seqs=1)))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "--max-num-seqs" in x]
+    gains, losses = line.split("; but slower: ")
+    assert ("TTFT" in gains, "TPOT" in gains) == (True, False)
+    assert ("TTFT" in losses, "TPOT p95" in losses) == (False, True)
+    assert "% more. Price:" in losses
 
 
 def test_threads_are_advised_only_where_cores_are_idle():

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.explain.causes import METRICS, WORDS, Metric
 from paceline.explain.levers import Change
-from paceline.explain.report import Advice, Bound, Explanation
+from paceline.explain.report import Advice, Bound, Expected, Explanation
 from paceline.explain.verify import Verification
 
 _NAMES: dict[Metric, str] = {"ttft": "TTFT", "tpot": "TPOT"}
@@ -113,13 +113,24 @@ def _sentence(bound: Bound) -> str:
 
 
 def _advice(advice: Advice) -> str:
-    effects = ", ".join(
-        f"{_NAMES[e.metric]} p{e.percentile} {_ms(e.before_ms)} → {_ms(e.after_ms)} ms"
-        for e in advice.expected
-    )
+    gains = ", ".join(_effect(e) for e in advice.expected if e.after_ms < e.before_ms)
+    losses = [e for e in advice.expected if e.after_ms > e.before_ms]
+    if losses:
+        worst = max(losses, key=lambda e: e.after_ms / e.before_ms)
+        gains += (
+            f"; but slower: {', '.join(map(_effect, losses))}, up to "
+            f"{worst.after_ms / worst.before_ms - 1:.0%} more"
+        )
     what = change_text(advice.change) or "a smaller format"
     price = f" Price: {advice.price}." if advice.price else ""
-    return f"{what}, as {advice.why}: {effects}.{price}"
+    return f"{what}, as {advice.why}: {gains}.{price}"
+
+
+def _effect(expected: Expected) -> str:
+    return (
+        f"{_NAMES[expected.metric]} p{expected.percentile} {_ms(expected.before_ms)} → "
+        f"{_ms(expected.after_ms)} ms"
+    )
 
 
 def _made_of(bound: Bound) -> str:

@@ -85,13 +85,26 @@ def find(calls: Sequence[CallFacts], metric: Metric, percentile: int) -> Finding
     Its value is that of the call at its rank (the nearest); its causes are the mean of the calls
     about it, scaled to the value.
     """
-    value_of, causes_of = _READ[metric]
-    ranked = sorted(
+    ranked = _ranked(calls, metric)
+    return _at(ranked, metric, percentile) if ranked else None
+
+
+def curve(calls: Sequence[CallFacts], metric: Metric) -> list[Finding]:
+    """Return the percentiles 0 … 100 of a metric; none where no call has it."""
+    ranked = _ranked(calls, metric)
+    return [_at(ranked, metric, percentile) for percentile in range(101)] if ranked else []
+
+
+def _ranked(calls: Iterable[CallFacts], metric: Metric) -> list[tuple[float, CallFacts]]:
+    value_of = _READ[metric][0]
+    return sorted(
         ((value, call) for call in calls if (value := value_of(call)) is not None),
         key=lambda pair: pair[0],
     )
-    if not ranked:
-        return None
+
+
+def _at(ranked: Sequence[tuple[float, CallFacts]], metric: Metric, percentile: int) -> Finding:
+    causes_of = _READ[metric][1]
     rank = round(percentile / 100 * (len(ranked) - 1))
     reach = int(_NEIGHBOURS * len(ranked) / 2)
     near = [call for _, call in ranked[max(rank - reach, 0) : rank + reach + 1]]

@@ -95,8 +95,8 @@ def lower_budget(situation: Situation) -> Proposal | None:
         return None
 
     def predict(finding: Finding) -> float:
-        is_median = finding.metric == "ttft" and finding.percentile == 50
-        return finding.value_ms - (0.5 * _sum(finding, "others_prefill") if is_median else 0.0)
+        is_sooner = finding.metric == "ttft" and finding.percentile <= 50
+        return finding.value_ms - (0.5 * _sum(finding, "others_prefill") if is_sooner else 0.0)
 
     return Proposal(
         change={"--max-batched-tokens": str(budget)},
@@ -136,13 +136,14 @@ def _after_joining(
 ) -> float:
     """Return a percentile after calls that waited run beside the others, `gone_ms` less waiting.
 
-    Their prompts have still to be computed: the median call meets half of those that waited with
-    it, the tail all of them. In its life a stream meets one prompt of each that runs beside it.
+    Their prompts have still to be computed: calls up to the median meet half of those that waited
+    with them, the tail all of them. In its life a stream meets one prompt of each that runs beside
+    it.
     """
     steps = situation.steps
     prompt_ms = situation.prompt_ms(finding.prompt_tokens)
     if finding.metric == "ttft":
-        met = joining * (0.5 if finding.percentile == 50 else 1.0)
+        met = joining * (0.5 if finding.percentile <= 50 else 1.0)
         return min(finding.value_ms - gone_ms + met * prompt_ms, finding.value_ms)
     slower = 1.0 if steps is None else steps.step_s(running + joining) / steps.step_s(running)
     own = finding.value_ms - gone_ms - _sum(finding, "others_prefill")

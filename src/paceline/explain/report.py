@@ -11,6 +11,7 @@ from paceline.explain.causes import Causes, Finding, Metric, findings
 from paceline.explain.costs import Machine, Situation, StepCosts, fit_steps, scaled_costs
 from paceline.explain.facts import Facts, ServerFacts
 from paceline.explain.levers import LEVERS, Change, Proposal
+from paceline.explain.predictions import Curves, curves_of, predicted
 
 _LEAST_GAIN = 0.05  # of a percentile: less is not worth an advice
 _LEAST_LOSS = 0.03
@@ -49,6 +50,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     why: str
     price: str
     gain: float  # the largest relative one
+    whole_gain: float  # of the mean call, first token to last
     expected: tuple[Expected, ...]
 
 
@@ -97,27 +99,30 @@ def explain(situation: Situation) -> Explanation:
 
 
 def advise(situation: Situation) -> list[Advice]:
-    """Return the levers that move a percentile down enough, the largest gain first.
+    """Return the levers that move a percentile down enough, the largest gain of a call first.
 
+    What a call would lose in all by longer waits for its tokens, or for the first, is no advice.
     What no option does comes last: another file answers differently.
     """
     found = []
+    curves = curves_of(situation.facts.calls)
     for name, lever in LEVERS.items():
         proposal = lever(situation)
         if proposal is not None:
-            advice = _advice(name, proposal, situation.findings)
-            if advice.gain >= _LEAST_GAIN:
+            advice = _advice(name, proposal, situation.findings, curves)
+            if advice.gain >= _LEAST_GAIN and advice.whole_gain > 0:
                 found.append(advice)
-    return sorted(found, key=lambda advice: (not advice.change, -advice.gain))
+    return sorted(found, key=lambda advice: (not advice.change, -advice.whole_gain))
 
 
-def _advice(name: str, proposal: Proposal, found: Sequence[Finding]) -> Advice:
+def _advice(name: str, proposal: Proposal, found: Sequence[Finding], curves: Curves) -> Advice:
     expected = []
+    prediction = predicted(proposal.predict, curves)
     gain = 0.0
     for finding in found:
         if finding.value_ms <= 0:
             continue
-        after_ms = proposal.predict(finding)
+        after_ms = prediction.at(finding.metric, finding.percentile)
         change = 1 - after_ms / finding.value_ms
         gain = max(gain, change)
         if change >= _LEAST_GAIN or change <= -_LEAST_LOSS:
@@ -135,6 +140,7 @@ def _advice(name: str, proposal: Proposal, found: Sequence[Finding]) -> Advice:
         why=proposal.text,
         price=proposal.price,
         gain=gain,
+        whole_gain=prediction.whole_gain,
         expected=tuple(expected),
     )
 

@@ -13,6 +13,7 @@ from paceline.explain.causes import Metric, find
 from paceline.explain.costs import Machine
 from paceline.explain.facts import CallFacts, Facts
 from paceline.explain.levers import LEVERS, Change
+from paceline.explain.predictions import curves_of, predicted
 from paceline.explain.replay import Planned, run
 from paceline.explain.report import situation_of
 
@@ -73,6 +74,7 @@ def verify(
             used = changed if is_changed else options
             sides[is_changed].append(run(model, used, planned, concurrency=concurrency))
     before, after = (pool(sides[side]) for side in (False, True))
+    prediction = predicted(proposal.predict, curves_of(before.calls))
     found = []
     for finding in situation_of(before, machine).findings:
         measured = find(after.calls, finding.metric, finding.percentile)
@@ -82,7 +84,7 @@ def verify(
                     metric=finding.metric,
                     percentile=finding.percentile,
                     before_ms=finding.value_ms,
-                    predicted_ms=proposal.predict(finding),
+                    predicted_ms=prediction.at(finding.metric, finding.percentile),
                     measured_ms=measured.value_ms,
                 )
             )
