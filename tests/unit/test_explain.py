@@ -437,6 +437,8 @@ def test_options_of_serve_have_a_value_or_none():
         read_options("--max-num-seqs 2 3")
     with pytest.raises(ParameterError, match="needs a number"):
         read_options("--threads --no-prefix-cache")
+    with pytest.raises(ParameterError, match=r"--serve is \"'x\".*No closing.*close what"):
+        read_options("'x")
 
 
 def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(

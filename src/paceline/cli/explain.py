@@ -190,7 +190,14 @@ def read_options(serve: str) -> dict[str, str]:
     """
     options: dict[str, str] = {"--threads": str(resolve_num_threads(None)[0])}
     name = ""
-    for word in shlex.split(serve):
+    try:
+        words = shlex.split(serve)
+    except ValueError as error:
+        raise ParameterError(
+            f"--serve is {serve!r}, which is no command line ({error}): close what is quoted, as "
+            "in --serve \"--policy 'fcfs'\""
+        ) from None
+    for word in words:
         if word.startswith("--"):
             name, options[word] = word, ""
         elif name and not options[name]:
