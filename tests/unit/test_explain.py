@@ -335,12 +335,18 @@ def test_a_quiet_server_is_advised_nothing():
     assert [b.bound for b in found.bounds] == ["compute"] * 3 + ["bandwidth"] * 3
 
 
-def test_without_a_server_no_lever_pulls():
+def test_without_a_server_no_lever_pulls(capsys):
     facts = Facts(source="x", calls=(call({"queue_kv": 100}, {"decode": 100}),))
     found = explain(situation_of(facts, None))
     assert found.bounds[0].bound == "KV memory"
     assert found.advice == ()
     assert "paceline trace" in found.notes[0]
+    print_explanation(found)
+    printed = capsys.readouterr().out
+    assert "No option was evaluated: what was recorded does not tell the server's op" in printed
+    assert "No option of this build" not in printed
+    print_explanation(explain(situation(call({"prefill": 100}, {"decode": 100}))))
+    assert "No option of this build" in capsys.readouterr().out
 
 
 def test_no_answered_call_is_an_error_with_the_remedy():

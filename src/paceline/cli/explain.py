@@ -106,7 +106,8 @@ def explain(
     if checked is not None:
         print_verification(checked)
     elif verify:
-        print("Nothing to verify: no option is advised.")
+        is_known = explanation.server is not None
+        print(f"Nothing to verify: no option is {'advised' if is_known else 'evaluated'}.")
 
 
 def find(

@@ -46,6 +46,12 @@ def print_explanation(found: Explanation) -> None:
     for note in found.notes:
         _say(f"Note: {note}.")
     _say("")
+    if found.server is None:
+        _say(
+            "No option was evaluated: what was recorded does not tell the server's options, and "
+            "not what its steps cost."
+        )
+        return
     if not found.advice:
         _say("No option of this build would lower a percentile by 5 % or more.")
         return
