@@ -8,7 +8,8 @@ import pytest
 import typer
 from msgspec.structs import replace
 
-from paceline.cli.explain import installed_model, read_options
+from paceline.cli.explain import find as find_source
+from paceline.cli.explain import installed_model, looks_like_file, read_options
 from paceline.cli.explain_text import print_explanation
 from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
@@ -445,6 +446,20 @@ def test_options_of_serve_have_a_value_or_none():
         read_options("--threads --no-prefix-cache")
     with pytest.raises(ParameterError, match=r"--serve is \"'x\".*No closing.*close what"):
         read_options("'x")
+
+
+def test_a_name_of_a_file_is_not_taken_for_a_hosts(tmp_path):
+    for name in ("trce.json", "a.JSONL", "access.log", "./trace", "logs/trace", "/tmp/a:80/b"):
+        assert looks_like_file(name), name
+    for address in ("localhost", "10.0.0.5", "pod.example.com", "localhost/v1", "box.log:8000",
+                    "http://a.json", "localhost:8000/v1", "[::1]:8000"):  # fmt: skip
+        assert not looks_like_file(address), address
+    for source, what in ((tmp_path / "trce.json", "does not exist"), (tmp_path, "is a folder")):
+        with pytest.raises(ParameterError, match=f"file {source} {what}"):
+            find_source(
+                str(source), last_s=1.0, model=None, serve="-a", concurrency=1,
+                say=lambda text: None,
+            )  # fmt: skip
 
 
 def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(

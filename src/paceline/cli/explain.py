@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,8 @@ from paceline.cpu import resolve_num_threads
 from paceline.errors import ParameterError
 
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+_HOST_AND_PORT = re.compile(r"(\[[^/\]]*\]|[^/:]+):\d+(/|$)")
+_FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".csv", ".txt", ".gz"})
 
 if TYPE_CHECKING:
     from paceline.explain.costs import Machine, Situation
@@ -128,6 +132,11 @@ def find(
     from paceline.weights.checkpoint import open_checkpoint
 
     path = Path(source)
+    if not path.is_file() and looks_like_file(source):
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ParameterError(
+            f"the file {source} {what}: name a file, or an address such as http://127.0.0.1:8000"
+        )
     planned = None
     facts = sources.from_file(path) if path.is_file() else None
     if facts is None and path.is_file():
@@ -142,6 +151,17 @@ def find(
         say("the machine's ceilings")
         machine = this_machine_with(checkpoint, facts.server)
     return situation_of(facts, machine), planned
+
+
+def looks_like_file(source: str) -> bool:
+    """Whether a source that is no file can only have been meant as one.
+
+    An address has a scheme or a port, or is a mere host name; "/v1" may follow.
+    """
+    if "://" in source or _HOST_AND_PORT.match(source):
+        return False
+    name = source.rstrip("/").removesuffix("/v1")
+    return "/" in name or os.sep in name or Path(name).suffix.lower() in _FILE_SUFFIXES
 
 
 def installed_model(facts: Facts) -> Checkpoint | None:
