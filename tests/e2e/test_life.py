@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.live import ALPHABET, TOKENIZER, ServeProcess, parse_events, wait_until
+from tests.e2e.test_cli import paceline
 
 KEY = "sk-a-key-of-the-test"
 
@@ -72,6 +73,23 @@ def test_a_server_with_keys_answers_those_who_have_one(script_path, tmp_path):
         server.client.headers["authorization"] = f"Bearer {KEY}"
         assert server.complete("a", temperature=0)["choices"][0]["text"] == ALPHABET[1:]
         assert KEY not in server.log
+
+
+def test_trace_and_explain_ask_with_a_key(script_path, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY}\n")
+    with ServeProcess(script_path, "--api-keys", str(path), "--kv-memory", "8M") as server:
+        server.client.headers["authorization"] = f"Bearer {KEY}"
+        server.complete("a", temperature=0)
+        for command in (("explain",), ("trace", "-o", "-")):
+            asked = (*command, f"localhost:{server.port}")
+            assert paceline(*asked, "--api-key", f"@{path}").returncode == 0
+            refused = paceline(*asked)
+            assert refused.returncode == 1
+            assert "the API key is missing or unknown" in refused.stderr
+            assert "--api-key" in refused.stderr
+            late = paceline(*asked, "--api-key", KEY, "--last", "1e300")
+            assert "last_s is '1e+300'" in late.stderr
 
 
 def test_a_server_that_everybody_can_reach_warns(script_path):

@@ -457,9 +457,19 @@ def test_a_name_of_a_file_is_not_taken_for_a_hosts(tmp_path):
     for source, what in ((tmp_path / "trce.json", "does not exist"), (tmp_path, "is a folder")):
         with pytest.raises(ParameterError, match=f"file {source} {what}"):
             find_source(
-                str(source), last_s=1.0, model=None, serve="-a", concurrency=1,
+                str(source), last_s=1.0, api_key=None, model=None, serve="-a", concurrency=1,
                 say=lambda text: None,
             )  # fmt: skip
+
+
+def test_a_key_for_a_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    with pytest.raises(ParameterError, match="--api-key is for a server"):
+        find_source(
+            str(path), last_s=1.0, api_key="k", model=None, serve="", concurrency=1,
+            say=lambda text: None,
+        )  # fmt: skip
 
 
 def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
+from paceline.cli.options import ApiKey
 from paceline.cpu import resolve_num_threads
 from paceline.errors import ParameterError
 
@@ -42,6 +43,7 @@ def explain(
     last: Annotated[
         float, typer.Option("--last", min=0.001, help="Seconds to look back, on a server.")
     ] = 300.0,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -93,8 +95,9 @@ def explain(
 
     with status() as say:
         situation, planned = find(
-            source, last_s=last, model=model, serve=serve, concurrency=concurrency, say=say
-        )
+            source, last_s=last, api_key=api_key, model=model, serve=serve, concurrency=concurrency,
+            say=say,
+        )  # fmt: skip
         explanation = explain_situation(situation)
         checked = None
         if verify:
@@ -118,12 +121,14 @@ def find(
     source: str,
     *,
     last_s: float,
+    api_key: str | None,
     model: str | None,
     serve: str,
     concurrency: int,
     say: Callable[[str], None],
 ) -> tuple[Situation, list[Planned] | None]:
     """Return the situation that `source` tells of, and the plan of a workload that was run."""
+    from paceline.cli.bench_values import read_headers
     from paceline.cli.loading import find_model
     from paceline.explain import sources
     from paceline.explain.costs import this_machine_with
@@ -137,6 +142,8 @@ def find(
         raise ParameterError(
             f"the file {source} {what}: name a file, or an address such as http://127.0.0.1:8000"
         )
+    if path.is_file() and api_key is not None:
+        raise ParameterError(f"--api-key is for a server: {source} is a file")
     planned = None
     facts = sources.from_file(path) if path.is_file() else None
     if facts is None and path.is_file():
@@ -144,7 +151,7 @@ def find(
     elif serve:
         raise ParameterError("--serve is for a workload: a recorded server had its own options")
     if facts is None:
-        facts = sources.from_server(base_address(source), last_s)
+        facts = sources.from_server(base_address(source), last_s, read_headers(api_key, []))
     machine: Machine | None = None
     checkpoint = installed_model(facts) if model is None else open_checkpoint(find_model(model))
     if checkpoint is not None:

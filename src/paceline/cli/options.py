@@ -30,6 +30,14 @@ ChatTemplateFile = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        help="Bearer token for a server that wants one; @FILE reads it from a file.",
+        show_default=False,
+    ),
+]
 
 _DEFAULTS = EngineConfig()
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.options import ApiKey
+
 
 def trace(
     url: Annotated[str, typer.Argument(help="Address of the server.")] = "http://127.0.0.1:8000",
@@ -17,6 +19,7 @@ def trace(
         Path, typer.Option("-o", "--output", help="File to write; `-` is stdout.")
     ] = Path("trace.json"),
     last: Annotated[float, typer.Option("--last", min=0.001, help="Seconds to look back.")] = 60.0,
+    api_key: ApiKey = None,
 ) -> None:
     """Save what a server did last: every step, and every call that has ended.
 
@@ -29,10 +32,13 @@ def trace(
     - `paceline trace`
 
     - `paceline trace http://10.0.0.5:8000 --last 10 -o slow.json`
-    """
-    from paceline.remote import base_address, fetch
 
-    body = fetch(f"{base_address(url)}/v1/trace?last_s={last}")
+    - `paceline trace pod.example.com:8000 --api-key @keyfile`
+    """
+    from paceline.cli.bench_values import read_headers
+    from paceline.remote import base_address, fetch_trace
+
+    body = fetch_trace(base_address(url), last, read_headers(api_key, []))
     if str(output) == "-":
         sys.stdout.buffer.write(body)
         return

@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.facts import CallFacts, Facts, Parts, ServerFacts, StepFacts
-from paceline.remote import fetch
+from paceline.remote import fetch_trace
 
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
 _BEFORE_FIRST = frozenset({
@@ -19,9 +19,9 @@ _BEFORE_FIRST = frozenset({
 })  # fmt: skip
 
 
-def from_server(base: str, last_s: float) -> Facts:
+def from_server(base: str, last_s: float, headers: Mapping[str, str] | None = None) -> Facts:
     """Return what the server at `base` did in its last `last_s` seconds."""
-    return from_trace(_object(fetch(f"{base}/v1/trace?last_s={last_s}"), base), base)
+    return from_trace(_object(fetch_trace(base, last_s, headers or {}), base), base)
 
 
 def from_file(path: Path) -> Facts | None:

@@ -198,5 +198,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e9:
-        raise ApiError(400, f"last_s is {text!r}: it must be a number above 0", param="last_s")
+        raise ApiError(
+            400, f"last_s is {text!r}: it must be a number above 0 and below 1e9", param="last_s"
+        )
     return seconds

@@ -1,0 +1,66 @@
+"""Asking a running server: keys, refusals, and what goes into an address."""
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.remote import fetch, fetch_trace
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+class _Server(BaseHTTPRequestHandler):
+    seen: list
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        self.seen.append((url.path, parse_qs(url.query), self.headers.get("Authorization")))
+        if url.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+            return
+        status = {"/401": 401, "/html": 500}.get(url.path, 200)
+        self.send_response(status)
+        self.end_headers()
+        said = b'{"error": {"message": "the key is\\u001b[31m unknown"}}'
+        self.wfile.write(said if status == 401 else b"<html>")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server():
+    _Server.seen = []
+    http = HTTPServer(("127.0.0.1", 0), _Server)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_a_refusal_is_told_in_the_servers_words_and_with_the_remedy(server):
+    with pytest.raises(PacelineError) as refused:
+        fetch(f"{server}/401", {})
+    said = str(refused.value)
+    assert said.endswith("401: the key is\\x1b[31m unknown; give the server's key with --api-key")
+    with pytest.raises(PacelineError, match=r"answers 500: Internal Server Error$"):
+        fetch(f"{server}/html", {})
+
+
+def test_a_key_goes_to_the_server_and_not_to_where_it_sends_us(server):
+    fetch(f"{server}/moved", KEY)
+    assert [(path, key) for path, _, key in _Server.seen] == [
+        ("/moved", "Bearer secret"), ("/elsewhere", None),
+    ]  # fmt: skip
+
+
+def test_the_seconds_of_a_trace_arrive_as_they_are(server):
+    fetch_trace(server, 1e300, {})
+    assert _Server.seen == [("/v1/trace", {"last_s": ["1e+300"]}, None)]
