@@ -264,6 +264,7 @@ def test_a_workload_is_run_and_explained(model, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["explanation"]
     assert (found["num_calls"], found["server"]["max_num_seqs"]) == (4, 1)
+    assert done.stderr.splitlines()[0] == f"paceline: 4 requests of {work}"
     assert found["advice"][0]["lever"] == "max-num-seqs"
 
 

@@ -27,6 +27,11 @@ def report(model, tmp_path_factory):
     svg = home / "picture.svg"
     done = run(home, str(model), "--batch", "3", "--context", "50", "--json", "--svg", str(svg))
     assert done.returncode == 0, done.stderr
+    stages = [line.removeprefix("paceline: ") for line in done.stderr.splitlines()[:-1]]
+    assert stages == [
+        "the machine's ceilings", "the engine around a step", "a prompt of 50 tokens",
+        "a decode step of 3 at context 50", "the cost of a step by its tokens",
+    ]  # fmt: skip
     return json.loads(done.stdout), svg.read_text(), home
 
 
@@ -41,11 +46,12 @@ def run(home, *arguments):
 def test_the_machine_alone_has_a_row_for_each_number_of_threads(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0
+    assert done.stderr.splitlines() == ["paceline: the machine's ceilings"]
     for word in ("int8", "bf16", "f32", "L1", "memory"):
         assert word in done.stdout
     (kept,) = (tmp_path / "machine").iterdir()
     again = run(tmp_path)
-    assert again.stdout == done.stdout
+    assert (again.stdout, again.stderr) == (done.stdout, "")
     assert kept.exists()
 
 
@@ -128,6 +134,24 @@ def test_what_cannot_be_done_is_refused(report, model, arguments, message):
     done = run(report[2], str(model), *arguments)
     assert done.returncode in (1, 2)
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--batch", "8"), ("--context", "9"), ("--kv-dtype", "f16")]
+)
+def test_an_option_of_a_models_steps_needs_a_model(tmp_path, option, value):
+    done = run(tmp_path, option, value)
+    assert done.returncode == 1
+    assert f"{option} {value}" in done.stderr
+    assert "name a model" in done.stderr
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(model, tmp_path):
+    done = run(tmp_path, str(model), "--svg", str(tmp_path / "none" / "x.svg"))
+    assert done.returncode == 1
+    assert "--svg" in done.stderr
+    assert "its folder does not exist" in done.stderr
+    assert not (tmp_path / "machine").exists()
 
 
 def test_a_picture_needs_a_model(tmp_path):

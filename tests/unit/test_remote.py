@@ -6,7 +6,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from paceline.errors import PacelineError
+from paceline.cli.trace import trace
+from paceline.errors import PacelineError, ParameterError
 from paceline.remote import fetch, fetch_trace
 
 KEY = {"Authorization": "Bearer secret"}
@@ -64,3 +65,8 @@ def test_a_key_goes_to_the_server_and_not_to_where_it_sends_us(server):
 def test_the_seconds_of_a_trace_arrive_as_they_are(server):
     fetch_trace(server, 1e300, {})
     assert _Server.seen == [("/v1/trace", {"last_s": ["1e+300"]}, None)]
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_server_is_asked(tmp_path):
+    with pytest.raises(ParameterError, match=r"--output .* its folder does not exist"):
+        trace("http://127.0.0.1:1", output=tmp_path / "none" / "x.json")

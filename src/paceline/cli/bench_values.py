@@ -44,19 +44,24 @@ def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
 
 def check_outputs(log: Path | None, html: Path | None) -> None:
     """Refuse files that cannot be written, before the run that they are for."""
-    for name, path in (("--log", log), ("--html", html)):
-        if path is None:
-            continue
-        if path == Path():  # an empty text
-            raise ParameterError(f"{name} is empty: name a file to write")
-        if path.is_dir():
-            raise ParameterError(f"{name} {path} is a folder: name a file to write")
-        if not path.absolute().parent.is_dir():
-            raise ParameterError(f"{name} {path} cannot be written: its folder does not exist")
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise ParameterError(f"{name} {path} cannot be written: permission denied")
+    check_output("--log", log)
+    check_output("--html", html)
     if log is not None and html is not None and log.resolve() == html.resolve():
         raise ParameterError(f"--log and --html are both {log}: name two files")
+
+
+def check_output(name: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work that it is for."""
+    if path is None:
+        return
+    if path == Path():  # an empty text
+        raise ParameterError(f"{name} is empty: name a file to write")
+    if path.is_dir():
+        raise ParameterError(f"{name} {path} is a folder: name a file to write")
+    if not path.absolute().parent.is_dir():
+        raise ParameterError(f"{name} {path} cannot be written: its folder does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ParameterError(f"{name} {path} cannot be written: permission denied")
 
 
 def check_server_options(

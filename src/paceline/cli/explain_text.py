@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.stages import Lines
 from paceline.explain.causes import METRICS, WORDS, Metric
 from paceline.explain.levers import Change
 from paceline.explain.report import Advice, Bound, Expected, Explanation
@@ -22,8 +23,12 @@ _SMALL = 0.05  # of a percentile: causes below it are not named
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being done, for as long as it is."""
-    with Console(stderr=True).status("reading") as shown:
+    """Say on stderr what is being done, for as long as it is; in lines where nobody looks."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Lines().show
+        return
+    with console.status("reading") as shown:
         yield shown.update
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,8 +32,15 @@ def roofline(
     ] = None,
     *,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, max=1024, help="Streams that decode together.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            max=1024,
+            show_default=False,
+            help="Streams that decode together. Default: 1.",
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -57,8 +62,13 @@ def roofline(
         ),
     ] = None,
     kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="KV cache format: f16, bf16 or f32.")
-    ] = "f16",
+        str | None,
+        typer.Option(
+            "--kv-dtype",
+            show_default=False,
+            help="KV cache format: f16, bf16 or f32. Default: f16.",
+        ),
+    ] = None,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again what is known from before.")
     ] = False,
@@ -82,26 +92,36 @@ def roofline(
 
     - `paceline roofline ./model.gguf --svg roofline.svg --json | jq .roofline.tpot`
     """  # fmt: skip
+    from paceline.cli.bench_values import check_output
+    from paceline.cli.stages import show_stages
     from paceline.measure.ceilings import find_ceilings
 
     num_threads = resolve_num_threads(threads)[0]
     if svg is not None and model is None:
         raise ParameterError("--svg draws a model's steps: name a model")
+    for name, value in (("--batch", batch), ("--context", context), ("--kv-dtype", kv_dtype)):
+        if value is not None and model is None:
+            raise ParameterError(f"{name} {value} is of a model's steps: name a model")
+    check_output("--svg", svg)
     found = None
-    with progress() as show:
-        machine = find_ceilings(num_threads, refresh=refresh, on_probe=show)
+    with show_stages() as stages:
+        machine = find_ceilings(
+            num_threads, refresh=refresh, on_probe=stages.within("the machine's ceilings")
+        )
     ceilings = machine.at(num_threads)
     assert ceilings is not None
     if model is not None:
         from paceline.measure.roofline import measure_roofline
 
+        batch = batch or 1
         # --kv-dtype is checked by EngineConfig.
-        config = EngineConfig(num_threads=num_threads, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+        config = EngineConfig(num_threads=num_threads, kv_dtype=kv_dtype or "f16")  # type: ignore[arg-type]
         loaded, context = load_with_room(model, config, batch=batch, context=context)
-        with progress() as show:
+        with show_stages() as stages:
             found = measure_roofline(
-                loaded, ceilings, batch=batch, context=context, refresh=refresh, on_stage=show
-            )
+                loaded, ceilings, batch=batch, context=context, refresh=refresh,
+                on_stage=stages.show, on_shape=stages.within("the cost of a step by its tokens"),
+            )  # fmt: skip
         loaded.engine.stop()
     if as_json:
         report = {"ceilings": machine, "roofline": found}
@@ -145,19 +165,3 @@ def load_with_room(
         ledger=True,
     )
     return load(model, config), chosen
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show on stderr what is measured, for as long as it is; yields f(what, done, total)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("")
-
-        def show(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
-
-        yield show

@@ -85,11 +85,20 @@ def _turning_point(found: Roofline) -> str:
 def _step_advice(found: Roofline) -> str:
     table = found.table
     one = table.seconds(1)
-    return (
-        f"A step of {table.tokens_within(1.5 * one, kind='verify')} tokens with all logits costs "
-        f"1.5 times one of 1 token: drafts up to there are cheap. In 50 ms a prompt gets on by "
-        f"{table.tokens_within(0.05)} tokens."
-    )
+    cheap, in_time = table.tokens_within(1.5 * one, kind="verify"), table.tokens_within(0.05)
+    if cheap < 2:
+        drafts = (
+            f"A step of 2 tokens with all logits costs {table.seconds(2, kind='verify') / one:.1f} "
+            "times one of 1 token: drafts do not pay here."
+        )
+    else:
+        drafts = (
+            f"A step of {cheap} tokens with all logits costs 1.5 times one of 1 token: drafts up "
+            "to there are cheap."
+        )
+    if not in_time:
+        return f"{drafts} No token of a prompt fits into 50 ms."
+    return f"{drafts} In 50 ms a prompt gets on by {in_time} token{'s' if in_time > 1 else ''}."
 
 
 def _print_ops(title: str, step: StepReport) -> None:

@@ -35,9 +35,11 @@ def trace(
 
     - `paceline trace pod.example.com:8000 --api-key @keyfile`
     """
-    from paceline.cli.bench_values import read_headers
+    from paceline.cli.bench_values import check_output, read_headers
     from paceline.remote import base_address, fetch_trace
 
+    if str(output) != "-":
+        check_output("--output", output)
     body = fetch_trace(base_address(url), last, read_headers(api_key, []))
     if str(output) == "-":
         sys.stdout.buffer.write(body)

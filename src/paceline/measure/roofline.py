@@ -107,6 +107,7 @@ def measure_roofline(
     context: int,
     refresh: bool = False,
     on_stage: OnStage = lambda name, done, total: None,
+    on_shape: OnStage = lambda name, done, total: None,
 ) -> Roofline:
     """Return the roofline of a loaded, idle model. The KV cache is overwritten."""
     config = loaded.config
@@ -129,7 +130,7 @@ def measure_roofline(
     on_stage(f"a decode step of {batch} at context {context}", 2, 4)
     step = _step_report(probe, decode, costs, ops, ceilings)
     on_stage("the cost of a step by its tokens", 3, 4)
-    table = find_step_table(loaded, refresh=refresh, on_shape=on_stage)
+    table = find_step_table(loaded, refresh=refresh, on_shape=on_shape)
     assert config.num_threads is not None
     return Roofline(
         model=loaded.name,
