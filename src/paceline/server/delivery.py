@@ -192,6 +192,8 @@ class Generation:
             if failure is not None:
                 if failure.finish_reason == "abort":
                     raise ApiError(503, "the server is shutting down: try again later")
+                if failure.error_param is not None:
+                    raise ApiError(400, failure.error or "", param=failure.error_param)
                 raise ApiError(500, failure.error or "the engine failed on this request")
             yield burst
             if not any(self._num_open) and not self._arrived:
