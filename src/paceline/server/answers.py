@@ -39,7 +39,7 @@ from paceline.server.sse import DONE, EventStream
 from paceline.server.timekeeping import CALL
 from paceline.server.timeline import engine_id, server_timing
 from paceline.server.tokens import check_model
-from paceline.server.tools import ToolUse, compile_calls, tool_use
+from paceline.server.tools import ToolUse, check_tools, compile_calls, tool_use
 from paceline.text.tool_calls import ToolReader
 from paceline.text.tools import tool_style
 from paceline.types import Request, SamplingParams, Usage
@@ -193,11 +193,13 @@ class Answers:
     ) -> Grammar | None:
         """Return the grammar of a structured answer. It is made on a thread of its own."""
         use = self._tool_use(request)
-        if params.structured is None and use is None:
+        tools = request.tools or () if isinstance(request, ChatRequest) else ()
+        if params.structured is None and not tools:
             return None
 
         def work() -> Grammar | None:
             grammars, template = self._loaded.grammars, self._loaded.template
+            check_tools(tools, grammars)
             if use is None or template is None:
                 return self._loaded.grammar(params)
             return compile_calls(use, params.structured, template.source, grammars)
