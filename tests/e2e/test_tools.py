@@ -102,7 +102,8 @@ def test_a_call_that_is_cut_says_length_and_keeps_its_arguments(tool_server):
     for max_tokens in range(1, 80, 7):
         answer = tool_server.post(CHAT, **body, max_tokens=max_tokens)
         assert answer.status_code == 200
-        [(calls, _, finish)] = whole(answer.json()).values()
+        [(calls, content, finish)] = whole(answer.json()).values()
+        assert content is None  # not even the head of the call
         assert assembled(tool_server.stream(CHAT, **body, max_tokens=max_tokens)) == whole(
             answer.json()
         )

@@ -222,8 +222,8 @@ class Answers:
         use, template = self._tool_use(request), self._loaded.template
         if use is None or template is None:
             return None
-        style, names, max_calls = tool_style(template.source), use.names, use.max_calls
-        return lambda: ToolReader(style, names, max_calls=max_calls)
+        style, names = tool_style(template.source), use.names
+        return lambda: ToolReader(style, names, max_calls=use.max_calls, is_bound=use.must_call)
 
     def _prefixes(
         self, request: ApiRequest, prompts: list[list[int]], params: SamplingParams
