@@ -53,6 +53,21 @@ def test_what_is_beyond_the_queue_is_told_when_to_come_back(busy):
     assert ask(busy, prompt="a", max_tokens=1).status_code == 200
 
 
+def test_a_call_longer_than_the_queue_is_let_in_whole_where_nothing_waits(busy):
+    ten = {"prompt": ["a"] * 10, "max_tokens": 1, "n": 2}
+    answer = ask(busy, **ten)
+    assert (answer.status_code, len(answer.json()["choices"])) == (200, 20)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        holder = hold_the_seat(busy, pool)
+        waiting = pool.submit(ask, busy, prompt="a", max_tokens=1, n=2)  # one prompt: one place
+        wait_until(lambda: busy.stats().num_waiting == 1)
+        refused = ask(busy, **ten)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "1 prompts wait, 10 more" in refused.json()["error"]["message"]
+        assert waiting.result().status_code in (200, 503)
+        assert holder.result().status_code == 200
+
+
 def test_a_call_that_waits_too_long_ends_with_a_503(busy):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         holder = pool.submit(ask, busy, **{**LONG, "max_tokens": 12_000})

@@ -152,3 +152,10 @@ def test_the_timing_line_leaves_out_what_a_one_token_answer_has_not():
     assert timing_line(choice, timings).endswith(
         "TPOT 5.00 ms · 200.0 tok/s · 83% of the read bandwidth"
     )
+
+
+def test_the_help_says_what_a_full_queue_lets_in():
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    assert "Where nothing waits, a call of any size is let in" in " ".join(
+        result.stdout.replace("│", " ").split()
+    )

@@ -47,8 +47,9 @@ def serve(
             "--max-queue",
             min=1,
             show_default=False,
-            help="Prompts that may wait for their first token; more get a 429 that says when to "
-            "come back.",
+            help="Prompts that may wait for their first token; a call that would make them more "
+            "gets a 429 that says when to come back. Where nothing waits, a call of any size is "
+            "let in.",
         ),
     ] = None,
     max_queue_tokens: Annotated[
@@ -57,7 +58,7 @@ def serve(
             "--max-queue-tokens",
             min=1,
             show_default=False,
-            help="The same, in tokens of prompts.",
+            help="The same bound, in tokens of prompts.",
         ),
     ] = None,
     queue_timeout: Annotated[

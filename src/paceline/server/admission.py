@@ -58,7 +58,7 @@ class Admission:
             ("prompts", self.num_requests, num_requests, limits.max_requests),
             ("prompt tokens", self.num_tokens, num_tokens, limits.max_tokens),
         ):
-            # Into an empty queue goes what may be longer than the limit: or it never could.
+            # Into an empty queue goes what is longer than the limit, too: or it never could.
             if limit is not None and waiting and waiting + new > limit:
                 raise ApiError(
                     429, f"the queue is full: {waiting} {name} wait, {new} more are beyond its "
