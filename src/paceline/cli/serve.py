@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from msgspec import structs
 
-from paceline.cli.options import ChatTemplateFile, Model, engine_options
+from paceline.cli.options import ChatTemplateFile, Model, engine_options, finite
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
 
@@ -38,7 +38,10 @@ def serve(
     grace: Annotated[
         float,
         typer.Option(
-            "--grace", min=0, help="Seconds that calls in flight get to end at Ctrl-C or SIGTERM."
+            "--grace",
+            min=0,
+            callback=finite,
+            help="Seconds that calls in flight get to end at Ctrl-C or SIGTERM.",
         ),
     ] = 3.0,
     max_queue: Annotated[
@@ -66,6 +69,7 @@ def serve(
         typer.Option(
             "--queue-timeout",
             min=0.001,
+            callback=finite,
             show_default=False,
             help="Seconds after which a call without a token gets a 503.",
         ),

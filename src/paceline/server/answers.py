@@ -27,7 +27,7 @@ from paceline.server.errors import ApiError
 from paceline.server.openai import Formatter
 from paceline.server.params import (
     check_stream_options,
-    deadline_s,
+    deadline,
     priority,
     sampling_params,
     split_prompts,
@@ -152,7 +152,7 @@ class Answers:
         ]
         generation = Generation(
             self._loaded.engine, self._outbox, requests, call, admission=self._admission,
-            deadline_s=deadline_s(request, http.headers.get("x-request-deadline-ms"), call),
+            deadline=deadline(request, http.headers.get("x-request-deadline-ms"), call),
         )  # fmt: skip
         generation.submit()
         call.accepted(params, num_prompts=len(prompts), is_stream=bool(request.stream))
