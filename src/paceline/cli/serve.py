@@ -79,7 +79,7 @@ def serve(
         typer.Option(
             "--api-keys",
             help="File of the keys that clients may send, one a line, plain or sha256:HEX. "
-            "Default: everybody is answered.",
+            "Each key has cached prefixes of its own. Default: everybody is answered.",
             show_default=False,
         ),
     ] = None,

@@ -23,6 +23,7 @@ from paceline.server.admission import Admission, Limits
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.door import cache_salt
 from paceline.server.errors import ApiError
 from paceline.server.openai import Formatter
 from paceline.server.params import (
@@ -138,13 +139,14 @@ class Answers:
         call.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         formatter = self._formatter(request, params, prompts, call, wants_figures=wants_figures)
         arrival_ns = call.lap(Part.PARSE)
+        salt = cache_salt(http.scope, request.cache_salt)
         requests = [
             Request(
                 id=engine_id(call.id, idx),
                 prompt_token_ids=tuple(prompt),
                 params=params,
                 priority=priority(request),
-                cache_salt=request.cache_salt or "",
+                cache_salt=salt,
                 arrival_ns=arrival_ns,
                 grammar=grammar,
             )
