@@ -16,10 +16,12 @@ from paceline.measure.quality import sequence_logits
 from paceline.models.base import build_plan
 from paceline.weights.checkpoint import Checkpoint
 
-# A shell's background job (`pytest &` in a script) is started with Ctrl-C ignored, and so would be
-# all commands that the tests start and interrupt.
+# A shell's background job (`pytest &` in a script) is started with Ctrl-C ignored, one under nohup
+# with SIGHUP, and so would be all commands that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -207,7 +207,8 @@ def test_offline_measures_each_batch_and_length(script_path):
         assert row["rounds"] == 2
         assert 0 < row["ttft_s"]["median"] <= wall_s
         assert row["output_tokens_per_s"]["low"] <= 5 * row["batch"] / wall_s * 1.01
-        assert row["decode_tokens_per_s"]["median"] > row["output_tokens_per_s"]["median"]
+        # At least a token of each, over a part of the wall time.
+        assert row["decode_tokens_per_s"]["median"] >= row["batch"] / wall_s * 0.99
     assert document["preemptions"] == 0
 
 

@@ -187,3 +187,28 @@ def test_under_pressure_answers_stay_the_same_and_the_books_close(path, uncached
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
     assert sums
     server.close()
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "turned"])
+def test_stored_blocks_that_went_bad_are_computed_again(path, uncached, tmp_path, harm):
+    server = serve(path, kv_memory_bytes=30 * BLOCK_BYTES, kv_tier=f"disk:path={tmp_path},size=64M")
+    prompt = ids(200, seed=1)
+    expected = scored(uncached, prompt)[0]
+    assert scored(server, prompt) == (expected, 0)
+    for n in range(4):
+        scored(server, ids(300, seed=10 + n))
+    server.engine._cache._tier._store.settle()
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size > 100]
+    assert len(files) > 12
+    for file in files:
+        if harm == "gone":
+            file.unlink()
+        elif harm == "cut":
+            file.write_bytes(file.read_bytes()[:100])
+        else:
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+    assert scored(server, prompt)[0] == expected
+    server.engine.check_integrity()
+    server.close()

@@ -207,8 +207,9 @@ class Scheduler:
         begin = len(match.blocks)
         if match.num_stored and self.cache is not None:
             match, data = self.cache.restore(seq, match)
-            schedule.writes.append((seq.block_table[begin : begin + len(data)], data))
-            begin += len(data)
+            if len(data):  # what the store had may have gone bad
+                schedule.writes.append((seq.block_table[begin : begin + len(data)], data))
+                begin += len(data)
         if match.source is not None:
             # Copies run in order and before anything is written: even a source that has just been
             # given up for new blocks is still what it was.
