@@ -215,6 +215,8 @@ def stream(engine: Engine, requests: Sequence[Request]) -> Generator[Delta, None
                     if num_open[delta.request_id] == 0:
                         del num_open[delta.request_id]
                 if delta.finish_reason == "error":
+                    if delta.error_param is not None:
+                        raise ParameterError(delta.error or "", param=delta.error_param)
                     raise BackendError(delta.error or "the engine failed on this request")
                 yield delta
     finally:

@@ -222,6 +222,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     `token_ids` are the tokens committed since the last delta; their text may still be held back
     (partial UTF-8, partial stop string) and then comes with a later delta. The last delta of a
     choice has `finish_reason`, `usage`, `timings`, and its `ledger` where the engine keeps one.
+    An `error` that the request itself asked for has an `error_param`, the field to change.
     """
 
     request_id: str
@@ -232,6 +233,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    error_param: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
     ledger: Ledger | None = None

@@ -20,6 +20,7 @@ from paceline.engine.build import LoadedModel, load_model
 from paceline.server.admission import Limits
 from paceline.server.app import create_app
 from paceline.server.calls import Call
+from paceline.server.door import Keys
 from paceline.server.protocol import BoundedProtocol
 from paceline.server.timekeeping import TimedProtocol
 from tests.tiny import TinyTokenizer, successor_model, write_gguf
@@ -127,6 +128,7 @@ class LiveServer(HttpServer):
         chat_template: str | None = None,
         protocol: type[TimedProtocol] = BoundedProtocol,
         limits: Limits | None = None,
+        keys: Keys | None = None,
         **options: Any,
     ) -> None:
         engine_config = EngineConfig(**{"ledger": True, **options})
@@ -137,8 +139,9 @@ class LiveServer(HttpServer):
         memory = CallMemory()
         self.calls = memory.calls
         config = uvicorn.Config(
-            create_app(self.loaded, observers=[memory], limits=limits), host="127.0.0.1", port=0,
-            log_config=None, lifespan="on", timeout_graceful_shutdown=1, http=protocol,
+            create_app(self.loaded, observers=[memory], limits=limits, keys=keys),
+            host="127.0.0.1", port=0, log_config=None, lifespan="on",
+            timeout_graceful_shutdown=1, http=protocol,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -39,6 +39,12 @@ def hold_the_seat(server, pool):
     return holder
 
 
+def forget_the_slow(server):
+    """Let the queue learn a fast rate again, or it refuses deadlines that it could meet."""
+    for _ in range(20):
+        assert ask(server, prompt="a", max_tokens=1).status_code == 200
+
+
 def test_what_is_beyond_the_queue_is_told_when_to_come_back(busy):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         holder = hold_the_seat(busy, pool)
@@ -71,6 +77,7 @@ def test_a_deadline_ends_a_call_and_frees_what_it_holds(busy, by):
     limit = {"deadline_ms": 120} if by == "field" else {
         "headers": {"x-request-deadline-ms": "120"}
     }  # fmt: skip
+    forget_the_slow(busy)
     start = time.monotonic()
     late = ask(busy, prompt="0", temperature=0, max_tokens=16_000, **limit)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -81,6 +88,12 @@ def test_a_deadline_ends_a_call_and_frees_what_it_holds(busy, by):
     )
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert len(events) > 1
+    busy.drain()
+
+
+def test_a_deadline_is_named_as_it_was_sent(busy):
+    late = ask(busy, prompt="0", temperature=0, max_tokens=16_000, deadline_ms=1)
+    assert "the deadline of 1 ms" in late.json()["error"]["message"]
     busy.drain()
 
 
@@ -96,3 +109,18 @@ def test_a_header_that_is_no_deadline_is_refused(busy, value):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "x-request-deadline-ms"
     assert ask(busy, prompt="a", deadline_ms=0).json()["error"]["param"] == "deadline_ms"
+
+
+def test_a_call_longer_than_the_queue_is_let_in_whole_where_nothing_waits(busy):
+    ten = {"prompt": ["a"] * 10, "max_tokens": 1, "n": 2}
+    answer = ask(busy, **ten)
+    assert (answer.status_code, len(answer.json()["choices"])) == (200, 20)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        holder = hold_the_seat(busy, pool)
+        waiting = pool.submit(ask, busy, prompt="a", max_tokens=1, n=2)  # one prompt: one place
+        wait_until(lambda: busy.stats().num_waiting == 1)
+        refused = ask(busy, **ten)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "1 prompts wait, 10 more" in refused.json()["error"]["message"]
+        assert waiting.result().status_code in (200, 503)
+        assert holder.result().status_code == 200

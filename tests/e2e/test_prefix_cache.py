@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from paceline.server.door import Keys
 from tests.e2e.live import LiveServer, wait_until
 from tests.tiny import random_model, write_gguf
 
@@ -94,6 +96,24 @@ def test_tenants_with_a_salt_share_with_nobody_else(server):
     prompt = ids(40)
     for salt in (None, "a", "b"):
         assert [scored(server, prompt, cache_salt=salt)[1] for _ in range(2)] == [0, 39]
+
+
+def test_tenants_with_keys_learn_nothing_of_each_other(path):
+    """Neither from cached tokens nor from repeated ones; not even with the other's salt."""
+    names = ["key-of-tenant-one", "key-of-tenant-two"]
+    keys = Keys([hashlib.sha256(name.encode()).digest() for name in names])
+    prompt = ids(40)
+
+    def found(name, salt):
+        server.client.headers["authorization"] = f"Bearer {name}"
+        usage = server.complete(prompt, max_tokens=1, timings=True, cache_salt=salt)["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached, usage["paceline"]["repeated_tokens"]
+
+    with serve(path, kv_memory_bytes=400 * BLOCK_BYTES, keys=keys) as server:
+        for name in names:
+            for salt in (None, "a"):
+                assert [found(name, salt) for _ in range(2)] == [(0, 0), (39, 32)]
 
 
 @pytest.mark.parametrize("salt", ["", 7, "x" * 1025])

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import logging
 import re
 
 import pytest
@@ -172,3 +173,30 @@ def test_structures_work_offline(script_path):
     with LLM(script_path, num_threads=1, kv_memory_bytes=8 * 2**20) as llm:
         [answer] = llm.generate("a", params, progress=False)
     assert all(is_valid(choice.text) for choice in answer.outputs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"bad_words": ["yes"]}, "bad_words"),
+     ({"min_tokens": 2}, "min_tokens")],
+)  # fmt: skip
+def test_a_request_that_forbids_its_own_structure_is_told_so(server, caplog, fields, param):
+    caplog.set_level(logging.INFO)
+    fields = {"structured_outputs": {"choice": ["yes"]}, "max_tokens": 9, **fields}
+    if param == "min_tokens":
+        vocab_size = server.loaded.tokenizer.vocab_size
+        fields["stop_token_ids"] = list(range(vocab_size))[:1024]
+    with Canary(server):
+        response = server.post(COMPLETIONS, prompt="a", **fields)
+        events = server.stream(COMPLETIONS, prompt="a", **fields)
+    for error in (response.json()["error"], events[-1]["error"]):
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert "forbidden" in error["message"]
+    assert response.status_code == 400
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_a_bias_cannot_contradict_a_structure(server):
+    bias = {str(i): -100 for i in server.loaded.tokenizer.encode("yes", add_special=False)}
+    fields = {"structured_outputs": {"choice": ["yes"]}, "logit_bias": bias}
+    assert server.complete("a", max_tokens=9, **fields)["choices"][0]["text"] == "yes"

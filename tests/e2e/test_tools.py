@@ -102,7 +102,8 @@ def test_a_call_that_is_cut_says_length_and_keeps_its_arguments(tool_server):
     for max_tokens in range(1, 80, 7):
         answer = tool_server.post(CHAT, **body, max_tokens=max_tokens)
         assert answer.status_code == 200
-        [(calls, _, finish)] = whole(answer.json()).values()
+        [(calls, content, finish)] = whole(answer.json()).values()
+        assert content is None  # not even the head of the call
         assert assembled(tool_server.stream(CHAT, **body, max_tokens=max_tokens)) == whole(
             answer.json()
         )
@@ -186,3 +187,38 @@ def test_calls_and_their_results_can_be_sent_back(tool_server):
     answer = tool_server.post(CHAT, messages=messages, tools=[CLOCK], temperature=0, max_tokens=20)
     assert answer.status_code == 200, answer.text
     assert whole(answer.json())[0][1] == "HELO"
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none", "required"])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"type": "bogus"}, {"properties": []}, {"properties": {"a": "x"}}, {"required": "a"},
+     {"properties": {"a": {"$ref": "#/nowhere"}}}, {"properties": {"a": {"maxLength": "5"}}}],
+)  # fmt: skip
+def test_a_broken_schema_is_refused_whatever_the_choice(tool_server, choice, parameters):
+    broken = {"type": "function", "function": {"name": "broken", "parameters": parameters}}
+    response = tool_server.post(CHAT, messages=HI, max_tokens=2, tools=[WEATHER, broken],
+                                tool_choice=choice)  # fmt: skip
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert "'broken'" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "rule",
+    [{"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"type": "string", "format": "odd"},
+     {"type": "string", "pattern": "^(?!x)y$"}, {"$ref": "https://example.org/schema"}],
+)  # fmt: skip
+def test_a_legal_schema_that_cannot_be_kept_to_is_no_error(tool_server, choice, rule):
+    odd = tool("odd", a=rule)
+    body = {"messages": HI, "max_tokens": 2, "tools": [odd], "tool_choice": choice}
+    assert tool_server.post(CHAT, **body).status_code == 200
+
+
+def test_a_named_tool_is_refused_by_its_place_among_all(tool_server):
+    odd = tool("odd", True, a={"type": "array", "uniqueItems": True})
+    named = {"type": "function", "function": {"name": "odd"}}
+    response = tool_server.post(CHAT, messages=HI, tools=[WEATHER, odd], tool_choice=named)
+    assert response.json()["error"]["param"] == "tools[1].function.parameters"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.server.admission import Admission, Limits
+from paceline.server.admission import Admission, Deadline, Limits
 from paceline.server.errors import ApiError, error_response
 
 
@@ -22,9 +22,9 @@ def admission(clock, **limits):
     return Admission(Limits(**limits), clock=clock)
 
 
-def refusal(queue, num_requests=1, num_tokens=10, deadline_s=None):
+def refusal(queue, num_requests=1, num_tokens=10, deadline=None):
     with pytest.raises(ApiError) as caught:
-        queue.check(num_requests=num_requests, num_tokens=num_tokens, deadline_s=deadline_s)
+        queue.check(num_requests=num_requests, num_tokens=num_tokens, deadline=deadline)
     assert caught.value.status == 429
     return caught.value
 
@@ -37,7 +37,7 @@ def serve(queue, clock, num_tokens, after_s):
 def test_a_queue_without_history_promises_nothing(clock):
     queue = admission(clock)
     assert queue.predict_s(1, 1000) is None
-    queue.check(num_requests=10**6, num_tokens=10**9, deadline_s=0.001)
+    queue.check(num_requests=10**6, num_tokens=10**9, deadline=Deadline(1, 0.001))
 
 
 def test_the_prediction_is_what_waits_by_the_rate_of_late(clock):
@@ -71,15 +71,15 @@ def test_a_full_queue_says_when_to_come_back(clock):
     assert (error.code, error.retry_after_s) == ("queue_full", pytest.approx(6))
     assert error_response(error).headers["retry-after"] == "6"
     serve(queue, clock, 100, after_s=2)
-    queue.check(num_requests=1, num_tokens=10, deadline_s=None)
+    queue.check(num_requests=1, num_tokens=10, deadline=None)
     assert refusal(queue, num_requests=2).code == "queue_full"
 
 
 def test_a_queue_is_full_by_tokens_too_but_an_empty_one_takes_anything(clock):
     queue = admission(clock, max_tokens=100)
-    queue.check(num_requests=1, num_tokens=500, deadline_s=None)
+    queue.check(num_requests=1, num_tokens=500, deadline=None)
     queue.enter(1, 80)
-    queue.check(num_requests=1, num_tokens=20, deadline_s=None)
+    queue.check(num_requests=1, num_tokens=20, deadline=None)
     error = refusal(queue, num_tokens=21)
     assert "80 prompt tokens wait" in str(error)
     assert error_response(error).headers["retry-after"] == "1"  # nothing is known yet
@@ -90,9 +90,11 @@ def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once(clock):
     for _ in range(3):
         queue.enter(1, 100)
     serve(queue, clock, 100, after_s=1)
-    queue.check(num_requests=1, num_tokens=100, deadline_s=3.5)
-    error = refusal(queue, num_tokens=100, deadline_s=2.5)
+    queue.check(num_requests=1, num_tokens=100, deadline=Deadline(3500, 3.5))
+    error = refusal(queue, num_tokens=100, deadline=Deadline(2501, 2.5))
     assert (error.code, error.retry_after_s) == ("deadline_unreachable", pytest.approx(3))
+    assert "deadline of 2501 ms" in str(error)  # as it was asked for, not what is left
+    assert "about 3000 ms" in str(error)
 
 
 def test_short_prompts_do_not_make_a_long_one_look_hopeless(clock):
@@ -100,7 +102,7 @@ def test_short_prompts_do_not_make_a_long_one_look_hopeless(clock):
     for _ in range(5):
         queue.enter(1, 1)
         serve(queue, clock, 1, after_s=0.003)  # mostly overhead, not the price of a token
-    queue.check(num_requests=1, num_tokens=2000, deadline_s=0.5)
+    queue.check(num_requests=1, num_tokens=2000, deadline=Deadline(500, 0.5))
 
 
 def test_those_who_give_up_leave_the_queue_and_teach_nothing(clock):

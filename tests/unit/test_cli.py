@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import main as main_module
 from paceline.cli.answer import timing_line
+from paceline.cli.loading import read_template
 from paceline.cli.main import app, main
 from paceline.cli.options import engine_options, sampling_options, with_terminal_defaults
 from paceline.cli.run import read_prompt
@@ -152,3 +153,25 @@ def test_the_timing_line_leaves_out_what_a_one_token_answer_has_not():
     assert timing_line(choice, timings).endswith(
         "TPOT 5.00 ms · 200.0 tok/s · 83% of the read bandwidth"
     )
+
+
+def test_the_help_says_what_a_full_queue_lets_in():
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    assert "Where nothing waits, a call of any size is let in" in " ".join(
+        result.stdout.replace("│", " ").split()
+    )
+
+
+@pytest.mark.parametrize("option", ["--grace", "--queue-timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "soon"])
+def test_seconds_that_are_none_are_refused_by_name(monkeypatch, capsys, option, value):
+    code, _, err = run_main(monkeypatch, capsys, "serve", "m", f"{option}={value}")
+    assert code == 2
+    assert option in err
+
+
+def test_an_empty_template_file_is_said_to_be_empty(tmp_path):
+    path = tmp_path / "empty.jinja"
+    path.write_text(" \n")
+    with pytest.raises(ParameterError, match=r"empty\.jinja is empty"):
+        read_template(str(path))

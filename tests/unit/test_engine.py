@@ -262,6 +262,7 @@ def test_forbidding_every_token_is_an_error_of_that_request() -> None:
     bad = make_request("bad", (1,), greedy(bad_words=tuple(pieces)))
     answers = run(engine, bad, make_request("good", (1,)))
     assert "forbidden" in (answers["bad", 0].end.error or "")
+    assert answers["bad", 0].end.error_param == "bad_words"
     assert answers["good", 0].end.finish_reason == "length"
 
 

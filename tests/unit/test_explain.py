@@ -496,6 +496,7 @@ def test_only_a_common_beginning_of_whole_blocks_is_a_repeat():
     assert repeats.see([*shared, *range(500, 600)]) == 0
     assert repeats.see([*shared, *range(700, 800)]) == 96
     assert repeats.see([1, *shared]) == 0  # shifted
+    assert repeats.see([*shared, 1], salt="another tenant") == 0
     assert repeats.see(shared[32:]) == 0  # the middle of one is no beginning
     assert repeats.see(shared) == 96
     assert repeats.see([]) == 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import PacelineError, ParameterError
+from paceline.structured import grammars as grammars_module
 from paceline.structured.grammars import MAX_CACHED, Grammars
 from paceline.types import Structured
 
@@ -191,3 +192,16 @@ def test_a_model_without_an_end_token_cannot_be_structured():
     grammars = Grammars(ByteVocabulary(), vocab_size=ByteVocabulary.vocab_size, eos_ids=())
     with pytest.raises(ParameterError, match="no end token"):
         grammars.compile(Structured(regex="a"))
+
+
+def test_a_schema_is_checked_once_and_without_the_vocabulary(monkeypatch):
+    fresh = Grammars(ByteVocabulary(), vocab_size=ByteVocabulary.vocab_size, eos_ids=(EOS,))
+    monkeypatch.setattr(fresh, "_new_index", lambda: pytest.fail("the vocabulary was indexed"))
+    asked = []
+    real = grammars_module._problem
+    monkeypatch.setattr(grammars_module, "_problem", lambda text: asked.append(1) or real(text))
+    for _ in range(2):
+        fresh.check_schema({"type": "object"})
+        with pytest.raises(ParameterError, match="bogus"):
+            fresh.check_schema({"type": "bogus"})
+    assert len(asked) == 2

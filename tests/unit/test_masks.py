@@ -147,8 +147,9 @@ def test_a_mask_that_fails_ends_its_own_request_only(caplog):
 
     good = structured("good", Cycle("ab", "cd"))
     alone = run(make_engine(), good)["good", 0]
-    answers = run(make_engine(), structured("a", Broken("ab")), good)
+    answers = run(make_engine(), structured("a", Broken("ab"), bad_words=("c",)), good)
     assert answers["a", 0].end.finish_reason == "error"
+    assert answers["a", 0].end.error_param is None  # not the request's doing, bad words or not
     assert answers["good", 0].token_ids == alone.token_ids
     assert "a mask failed" in caplog.text
 

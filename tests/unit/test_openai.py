@@ -390,3 +390,20 @@ def test_a_whole_chat_answer_has_openais_shape():
         }
     ]  # fmt: skip
     assert answer["usage"]["total_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "half"),
+    [(r"\ud800", "d800"), (r"\ud83dx", "d83d"), (r"\udc00 tail", "dc00"), (r"\uD800A", "d800")],
+)
+def test_a_lone_surrogate_is_called_by_its_name(text, half):
+    for body in ('{"model": "m", "prompt": "%s"}', '{"model": "m", "%s": 1}'):
+        with pytest.raises(ApiError, match=rf"lone surrogate \\u{half}"):
+            parse((body % text).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize("body", [b'{"model": "m', b'{"model": "\xff"}', b"[" * 100_000])
+def test_other_broken_bodies_are_not_blamed_on_surrogates(body):
+    with pytest.raises(ApiError, match="no valid JSON") as caught:
+        parse(body, CompletionRequest)
+    assert "surrogate" not in str(caught.value)

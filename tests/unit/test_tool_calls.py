@@ -89,6 +89,27 @@ def test_no_more_calls_are_read_than_are_wanted():
     assert read(TAGGED, [text], max_calls=1) == ("", [("f", ARGUMENTS)], True)
 
 
+@pytest.mark.parametrize(
+    ("style", "is_bound", "text", "content"),
+    [(TAGGED, False, "Hm. <tool_ca", "Hm. "), (TAGGED, False, '<tool_call>{"na', ""),
+     (TAGGED, True, "<", ""), (TAGGED, False, "a <", "a <"), (BARE, True, '{"na', ""),
+     (BARE, False, '{"na', '{"na'), (TAGGED, False, "a b ", "a b ")],
+)  # fmt: skip
+def test_the_head_of_a_call_that_was_cut_is_no_content(style, is_bound, text, content):
+    for parts in ([text], list(text)):
+        reader = ToolReader(style, frozenset("f"), max_calls=1, is_bound=is_bound)
+        pieces = [piece for part in parts for piece in reader.feed(part)]
+        pieces += reader.finish(is_cut=True)
+        assert "".join(piece.text for piece in pieces) == content
+
+
+def test_a_cut_behind_a_whole_call_leaves_the_call():
+    reader = ToolReader(TAGGED, frozenset("f"), max_calls=2, is_bound=True)
+    pieces = reader.feed(f"<tool_call>{CALL}</tool_call>\n<tool")
+    assert reader.finish(is_cut=True) == []
+    assert "".join(p.text for p in pieces if isinstance(p, CallArguments)) == ARGUMENTS
+
+
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 

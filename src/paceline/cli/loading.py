@@ -21,7 +21,7 @@ def load(model: str, config: EngineConfig, *, chat_template_file: str | None = N
     try:
         from paceline.engine.build import load_model
 
-        template = None if chat_template_file is None else read_text(chat_template_file)
+        template = None if chat_template_file is None else read_template(chat_template_file)
         return load_model(model, config, path=find_model(model), chat_template=template)
     finally:
         gc.freeze()
@@ -42,8 +42,14 @@ def find_model(model: str) -> Path:
         return resolve(model, progress=bar.update)
 
 
-def read_text(path: str) -> str:
+def read_template(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path} cannot be read as a template: {error}") from None
+    if not text.strip():
+        raise ParameterError(
+            f"the chat template file {path} is empty: write a template into it, or leave out "
+            "--chat-template for the model's own"
+        )
+    return text

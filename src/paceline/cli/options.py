@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -38,6 +39,14 @@ ApiKey = Annotated[
         show_default=False,
     ),
 ]
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of options that are seconds: click's bounds let NaN pass, and infinity."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number of seconds: give a finite one")
+    return value
+
 
 _DEFAULTS = EngineConfig()
 

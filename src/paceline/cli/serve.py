@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from msgspec import structs
 
-from paceline.cli.options import ChatTemplateFile, Model, engine_options
+from paceline.cli.options import ChatTemplateFile, Model, engine_options, finite
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
 
@@ -38,7 +38,10 @@ def serve(
     grace: Annotated[
         float,
         typer.Option(
-            "--grace", min=0, help="Seconds that calls in flight get to end at Ctrl-C or SIGTERM."
+            "--grace",
+            min=0,
+            callback=finite,
+            help="Seconds that calls in flight get to end at Ctrl-C or SIGTERM.",
         ),
     ] = 3.0,
     max_queue: Annotated[
@@ -47,8 +50,9 @@ def serve(
             "--max-queue",
             min=1,
             show_default=False,
-            help="Prompts that may wait for their first token; more get a 429 that says when to "
-            "come back.",
+            help="Prompts that may wait for their first token; a call that would make them more "
+            "gets a 429 that says when to come back. Where nothing waits, a call of any size is "
+            "let in.",
         ),
     ] = None,
     max_queue_tokens: Annotated[
@@ -57,7 +61,7 @@ def serve(
             "--max-queue-tokens",
             min=1,
             show_default=False,
-            help="The same, in tokens of prompts.",
+            help="The same bound, in tokens of prompts.",
         ),
     ] = None,
     queue_timeout: Annotated[
@@ -65,6 +69,7 @@ def serve(
         typer.Option(
             "--queue-timeout",
             min=0.001,
+            callback=finite,
             show_default=False,
             help="Seconds after which a call without a token gets a 503.",
         ),
@@ -74,7 +79,7 @@ def serve(
         typer.Option(
             "--api-keys",
             help="File of the keys that clients may send, one a line, plain or sha256:HEX. "
-            "Default: everybody is answered.",
+            "Each key has cached prefixes of its own. Default: everybody is answered.",
             show_default=False,
         ),
     ] = None,

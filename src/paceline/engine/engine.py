@@ -18,7 +18,13 @@ from paceline.engine.choices import ChoiceMaker, Tokenizer
 from paceline.engine.masks import Masks
 from paceline.engine.prefix_cache import open_cache
 from paceline.engine.recorder import NoRecorder, Recorder
-from paceline.engine.sampler import Sampler, describe_failure, token_logprob
+from paceline.engine.sampler import (
+    NONE_ALLOWED,
+    Sampler,
+    describe_failure,
+    forbidding_param,
+    token_logprob,
+)
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State
 from paceline.engine.speculation.base import Pace, Proposer
@@ -369,8 +375,7 @@ class Engine:
             if seq.state is State.FINISHED:  # its sink failed on another choice
                 continue
             if token_id < 0:
-                log.error("request %s: %s", seq.request.id, describe_failure(token_id))
-                self._fail(seq, describe_failure(token_id))
+                self._fail_to_choose(seq, token_id)
                 continue
             try:
                 text = seq.append_token(token_id, now_ns)
@@ -404,6 +409,7 @@ class Engine:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
+        error_param: str | None = None,
     ) -> None:
         """Free what a choice holds, then tell its sink. Precondition: `finish_reason` is set."""
         live = self._live[seq.request.id]
@@ -422,6 +428,7 @@ class Engine:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             error=error,
+            error_param=error_param,
             usage=seq.usage(),
             timings=seq.timings(now_ns),
             ledger=seq.ledger,
@@ -448,6 +455,19 @@ class Engine:
             with self._wakeup:
                 self._ids.discard(live.request.id)
 
+    def _fail_to_choose(self, seq: Sequence, token_id: int) -> None:
+        """End a sequence for which the sampler had no token."""
+        param = None
+        if token_id == NONE_ALLOWED:
+            is_ours = seq.grammar is not None and self._masks.is_dead_end(seq.grammar)
+            param = None if is_ours else forbidding_param(seq.request.params)
+        message = describe_failure(token_id)
+        log.log(
+            logging.ERROR if param is None else logging.INFO, "request %s: %s",
+            seq.request.id, message,
+        )  # fmt: skip
+        self._finish((seq, *seq.siblings), "error", message, param)
+
     def _fail(self, seq: Sequence, message: str) -> None:
         """End a sequence, and the siblings that wait for it, with an error."""
         self._finish((seq, *seq.siblings), "error", message)
@@ -458,12 +478,16 @@ class Engine:
             self._finish(tuple(live.sequences), "abort")
 
     def _finish(
-        self, seqs: tuple[Sequence, ...], reason: FinishReason, message: str | None = None
+        self,
+        seqs: tuple[Sequence, ...],
+        reason: FinishReason,
+        message: str | None = None,
+        param: str | None = None,
     ) -> None:
         for seq in seqs:
             if seq.state is not State.FINISHED:
                 seq.finish_reason, seq.stop_reason = reason, None
-                self._end(seq, error=message)
+                self._end(seq, error=message, error_param=param)
 
     def _fail_all(self, message: str) -> None:
         for live in list(self._live.values()):

@@ -64,6 +64,15 @@ class Masks:
         ]
         return self._bits, bound
 
+    def is_dead_end(self, grammar: GrammarState) -> bool:
+        """Return whether `grammar` failed or allows nothing, by itself. It is asked anew."""
+        bits = np.zeros(self._shape[1], np.uint32)
+        try:
+            grammar.fill(bits)
+        except BaseException:  # as in `_fill`, which has logged it
+            return True
+        return not bits.any()
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MAX_INT = 2**31 - 1
+NONE_ALLOWED = -2  # instead of a token: what its row may choose is nothing
 _HUGE = 1e30  # a logit times or divided by it is still a finite float
 
 
@@ -119,9 +120,12 @@ def describe_failure(token_id: int) -> str:
         return (
             "the model's logits are not finite (NaN or infinity): weights or activations overflow"
         )
-    return (
-        "every token is forbidden by bad_words, logit_bias, min_tokens and structured: loosen them"
-    )
+    return "every token is forbidden by bad_words, min_tokens and structured: loosen them"
+
+
+def forbidding_param(params: SamplingParams) -> str | None:
+    """Return which of `params` can forbid a token beside a structure: a bias never does."""
+    return next((name for name in ("bad_words", "min_tokens") if getattr(params, name)), None)
 
 
 def token_logprob(

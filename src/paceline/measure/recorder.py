@@ -57,7 +57,10 @@ class StepRecorder:
             ledger = seq.ledger
             assert ledger is not None
             if not ledger.num_steps:
-                ledger.num_repeated = self._repeats.see(seq.request.prompt_token_ids)
+                request = seq.request
+                ledger.num_repeated = self._repeats.see(
+                    request.prompt_token_ids, salt=request.cache_salt
+                )
             self._book_wait(ledger, seq, start_ns)
             if seq.chain is not None and seq.chain.lookup_ns > ledger.lookup_ns:
                 spent_ns = seq.chain.lookup_ns - ledger.lookup_ns

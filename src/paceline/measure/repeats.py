@@ -18,10 +18,13 @@ class PromptRepeats:
         self._seen: dict[int, None] = {}  # in the order of their last use
         self._max_blocks = max_blocks
 
-    def see(self, token_ids: Sequence[int]) -> int:
-        """Return how many leading tokens were seen before, in whole blocks, and remember all."""
+    def see(self, token_ids: Sequence[int], *, salt: str = "") -> int:
+        """Return how many leading tokens were seen before, in whole blocks, and remember all.
+
+        Only prompts of the same `salt` are compared, as in the cache: nobody learns of others'.
+        """
         seen = self._seen
-        num_repeated, digest, is_repeat = 0, 0, True
+        num_repeated, digest, is_repeat = 0, hash(salt), True
         for begin in range(0, len(token_ids) - _BLOCK + 1, _BLOCK):
             digest = hash((digest, *token_ids[begin : begin + _BLOCK]))
             is_repeat = is_repeat and digest in seen

@@ -20,6 +20,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
 
 
+class Deadline(Struct, frozen=True):
+    """When an answer must be whole: as the client said it, and what is left of it."""
+
+    asked_ms: float
+    left_s: float
+
+
 class Admission:
     """Counts the prompts that wait for their first token and learns how fast they go.
 
@@ -51,14 +58,14 @@ class Admission:
         )
         return share * self._busy_s
 
-    def check(self, *, num_requests: int, num_tokens: int, deadline_s: float | None) -> None:
+    def check(self, *, num_requests: int, num_tokens: int, deadline: Deadline | None) -> None:
         """Raise ApiError 429 where the queue has no room, or is too long for the deadline."""
         limits = self.limits
         for name, waiting, new, limit in (
             ("prompts", self.num_requests, num_requests, limits.max_requests),
             ("prompt tokens", self.num_tokens, num_tokens, limits.max_tokens),
         ):
-            # Into an empty queue goes what may be longer than the limit: or it never could.
+            # Into an empty queue goes what is longer than the limit, too: or it never could.
             if limit is not None and waiting and waiting + new > limit:
                 raise ApiError(
                     429, f"the queue is full: {waiting} {name} wait, {new} more are beyond its "
@@ -66,10 +73,10 @@ class Admission:
                     code="queue_full", retry_after_s=self.predict_s() or 1.0,
                 )  # fmt: skip
         predicted_s = self.predict_s(num_requests, num_tokens)
-        if deadline_s is not None and predicted_s is not None and predicted_s > deadline_s:
+        if deadline is not None and predicted_s is not None and predicted_s > deadline.left_s:
             raise ApiError(
-                429, f"the deadline of {deadline_s:.3f} s cannot be met: the first token would "
-                f"take about {predicted_s:.3f} s; try again later",
+                429, f"the deadline of {deadline.asked_ms:g} ms cannot be met: the first token "
+                f"would take about {predicted_s * 1e3:.0f} ms; try again later",
                 code="deadline_unreachable", retry_after_s=predicted_s,
             )  # fmt: skip
 

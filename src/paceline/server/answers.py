@@ -23,11 +23,12 @@ from paceline.server.admission import Admission, Limits
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.door import cache_salt
 from paceline.server.errors import ApiError
 from paceline.server.openai import Formatter
 from paceline.server.params import (
     check_stream_options,
-    deadline_s,
+    deadline,
     priority,
     sampling_params,
     split_prompts,
@@ -39,7 +40,7 @@ from paceline.server.sse import DONE, EventStream
 from paceline.server.timekeeping import CALL
 from paceline.server.timeline import engine_id, server_timing
 from paceline.server.tokens import check_model
-from paceline.server.tools import ToolUse, compile_calls, tool_use
+from paceline.server.tools import ToolUse, check_tools, compile_calls, tool_use
 from paceline.text.tool_calls import ToolReader
 from paceline.text.tools import tool_style
 from paceline.types import Request, SamplingParams, Usage
@@ -138,13 +139,14 @@ class Answers:
         call.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
         formatter = self._formatter(request, params, prompts, call, wants_figures=wants_figures)
         arrival_ns = call.lap(Part.PARSE)
+        salt = cache_salt(http.scope, request.cache_salt)
         requests = [
             Request(
                 id=engine_id(call.id, idx),
                 prompt_token_ids=tuple(prompt),
                 params=params,
                 priority=priority(request),
-                cache_salt=request.cache_salt or "",
+                cache_salt=salt,
                 arrival_ns=arrival_ns,
                 grammar=grammar,
             )
@@ -152,7 +154,7 @@ class Answers:
         ]
         generation = Generation(
             self._loaded.engine, self._outbox, requests, call, admission=self._admission,
-            deadline_s=deadline_s(request, http.headers.get("x-request-deadline-ms"), call),
+            deadline=deadline(request, http.headers.get("x-request-deadline-ms"), call),
         )  # fmt: skip
         generation.submit()
         call.accepted(params, num_prompts=len(prompts), is_stream=bool(request.stream))
@@ -193,11 +195,13 @@ class Answers:
     ) -> Grammar | None:
         """Return the grammar of a structured answer. It is made on a thread of its own."""
         use = self._tool_use(request)
-        if params.structured is None and use is None:
+        tools = request.tools or () if isinstance(request, ChatRequest) else ()
+        if params.structured is None and not tools:
             return None
 
         def work() -> Grammar | None:
             grammars, template = self._loaded.grammars, self._loaded.template
+            check_tools(tools, grammars)
             if use is None or template is None:
                 return self._loaded.grammar(params)
             return compile_calls(use, params.structured, template.source, grammars)
@@ -220,8 +224,8 @@ class Answers:
         use, template = self._tool_use(request), self._loaded.template
         if use is None or template is None:
             return None
-        style, names, max_calls = tool_style(template.source), use.names, use.max_calls
-        return lambda: ToolReader(style, names, max_calls=max_calls)
+        style, names = tool_style(template.source), use.names
+        return lambda: ToolReader(style, names, max_calls=use.max_calls, is_bound=use.must_call)
 
     def _prefixes(
         self, request: ApiRequest, prompts: list[list[int]], params: SamplingParams

@@ -15,7 +15,7 @@ from paceline.types import Delta, Request
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.server.admission import Admission
+    from paceline.server.admission import Admission, Deadline
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -58,14 +58,14 @@ class Generation:
         call: Call,
         *,
         admission: Admission,
-        deadline_s: float | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.requests = requests
         self.call = call
         self._engine = engine
         self._outbox = outbox
         self._admission = admission
-        self._deadline_s = deadline_s
+        self._deadline = deadline
         self.n = requests[0].params.n
         self._arrived: list[tuple[int, Delta]] = []
         self._news = asyncio.Event()
@@ -89,7 +89,7 @@ class Generation:
             self._engine.check(request)
         num_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         self._admission.check(
-            num_requests=len(self.requests), num_tokens=num_tokens, deadline_s=self._deadline_s
+            num_requests=len(self.requests), num_tokens=num_tokens, deadline=self._deadline
         )
         self._admission.enter(len(self.requests), num_tokens)
         for idx, request in enumerate(self.requests):
@@ -106,14 +106,15 @@ class Generation:
 
     def _start_timers(self) -> None:
         loop = asyncio.get_running_loop()
-        timeout_s, deadline_s = self._admission.limits.timeout_s, self._deadline_s
+        timeout_s, deadline = self._admission.limits.timeout_s, self._deadline
         if timeout_s is not None:
             self._timers.append(loop.call_later(timeout_s, self._time_out, timeout_s))
-        if deadline_s is not None:
+        if deadline is not None:
             error = ApiError(
-                504, f"the deadline of {deadline_s:.3f} s has passed", code="deadline_exceeded"
-            )
-            self._timers.append(loop.call_later(deadline_s, self._expire, error))
+                504, f"the deadline of {deadline.asked_ms:g} ms has passed: give it more time, or "
+                "ask for less", code="deadline_exceeded",
+            )  # fmt: skip
+            self._timers.append(loop.call_later(deadline.left_s, self._expire, error))
 
     def _time_out(self, timeout_s: float) -> None:
         if self._num_waiting:
@@ -192,6 +193,8 @@ class Generation:
             if failure is not None:
                 if failure.finish_reason == "abort":
                     raise ApiError(503, "the server is shutting down: try again later")
+                if failure.error_param is not None:
+                    raise ApiError(400, failure.error or "", param=failure.error_param)
                 raise ApiError(500, failure.error or "the engine failed on this request")
             yield burst
             if not any(self._num_open) and not self._arrived:

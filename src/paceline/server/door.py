@@ -17,6 +17,7 @@ from paceline.server.errors import ApiError, error_response
 
 # Without a key: what probes and load balancers ask, and the page, which is files alone.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+_TENANT = "paceline_tenant"  # in a call's state: whose key it came with
 _OPEN_FOLDER = "/page/"
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MIN_KEY_CHARS = 16
@@ -35,13 +36,17 @@ class Keys:
     def __init__(self, sums: list[bytes]) -> None:
         self._sums = sums
 
-    def know(self, key: str) -> bool:
-        """Return whether `key` is one of ours, in a time that does not tell which."""
+    def tenant(self, key: str) -> str | None:
+        """Return a name for who has `key`, None if it is none of ours.
+
+        The time that it takes does not tell which key it is. The name is the same after a restart,
+        and no key can be told from it.
+        """
         given = hashlib.sha256(key.encode("utf-8", errors="replace")).digest()
         found = False
         for known in self._sums:
             found |= hmac.compare_digest(known, given)
-        return found
+        return hashlib.sha256(b"tenant" + given).hexdigest() if found else None
 
 
 def read_keys(path: str) -> Keys:
@@ -66,6 +71,15 @@ def read_keys(path: str) -> Keys:
     if not sums:
         raise ParameterError(f"the key file {path} holds no key: nobody could ask anything")
     return Keys(sums)
+
+
+def cache_salt(scope: Scope, asked: str | None) -> str:
+    """Return the salt of a call's prefixes: what it asked for, apart for each key.
+
+    A name of a tenant has always the same length, so no salt of one is a salt of another.
+    """
+    tenant: str = scope.get("state", {}).get(_TENANT, "")
+    return tenant + (asked or "")
 
 
 class Door:
@@ -102,11 +116,13 @@ class Door:
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         if self._keys is not None and not is_open:
             kind, _, key = HttpRequest(scope).headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not self._keys.know(key.strip()):
+            tenant = self._keys.tenant(key.strip()) if kind.lower() == "bearer" else None
+            if tenant is None:
                 return ApiError(
                     401, "the API key is missing or unknown: send Authorization: Bearer KEY",
                     code="invalid_api_key",
                 )  # fmt: skip
+            scope.setdefault("state", {})[_TENANT] = tenant
         if is_call and self._life.is_draining:
             return ApiError(
                 503, "the server is shutting down: try again later", code="shutting_down",

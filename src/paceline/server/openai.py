@@ -152,7 +152,7 @@ class Formatter:
             reader = self._readers[index] = self._new_reader()
         pieces = reader.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            pieces += reader.finish()
+            pieces += reader.finish(is_cut=delta.finish_reason == "length")
         deltas = [piece_delta(piece) for piece in pieces]
         if not deltas and self._wants_logprobs and delta.logprobs:
             deltas = [{"content": ""}]  # held back, but its scores are not
@@ -168,7 +168,9 @@ class Formatter:
         if self._new_reader is None:
             return message, choice.finish_reason
         reader = self._new_reader()
-        message.update(message_fields([*reader.feed(choice.text), *reader.finish()]))
+        pieces = reader.feed(choice.text)
+        pieces += reader.finish(is_cut=choice.finish_reason == "length")
+        message.update(message_fields(pieces))
         return message, _finish_reason(choice.finish_reason, reader) or choice.finish_reason
 
     def closing(self, usages: Sequence[Usage], n: int) -> bytes:

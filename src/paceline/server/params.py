@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import ParameterError
+from paceline.server.admission import Deadline
 from paceline.server.calls import Call
 from paceline.server.errors import ApiError
 from paceline.server.schema import (
@@ -93,10 +94,10 @@ def priority(request: ChatRequest | CompletionRequest) -> int:
     return _TIERS[request.service_tier or "default"]
 
 
-def deadline_s(
+def deadline(
     request: ChatRequest | CompletionRequest, header: str | None, call: Call
-) -> float | None:
-    """Return the seconds left for the answer, by field or by header; both count from its arrival.
+) -> Deadline | None:
+    """Return the deadline of the answer, by field or by header; both count from its arrival.
 
     Raises ApiError for a header that is no number of milliseconds.
     """
@@ -114,7 +115,7 @@ def deadline_s(
     if deadline_ms is None:
         return None
     spent_ns = call.mark_ns - call.begin_ns
-    return max(deadline_ms / 1e3 - spent_ns / 1e9, 0.0)
+    return Deadline(deadline_ms, max(deadline_ms / 1e3 - spent_ns / 1e9, 0.0))
 
 
 def check_stream_options(request: ChatRequest | CompletionRequest) -> None:

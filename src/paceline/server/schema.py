@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -150,7 +151,8 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise ApiError(400, f"the body is no valid JSON: {error}") from None
+        problem = _lone_surrogate(body) or str(error)
+        raise ApiError(400, f"the body is no valid JSON: {problem}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     wanted = {name: value for name, value in fields.items() if value is not None}
@@ -160,6 +162,21 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
         return msgspec.convert(wanted, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """Return what to say of half a surrogate pair in a body that is JSON but for it."""
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        return (
+            f"it holds the lone surrogate \\u{half:04x}, half of a character: send both halves, or "
+            "leave it out"
+        )
+    except (ValueError, RecursionError):
+        return None
+    return None
 
 
 def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[GenerationFields]) -> None:

@@ -50,7 +50,8 @@ class EventStream(Response):
             except ClientGoneError:
                 return
             except ApiError as error:
-                logger.error("stream cut: %s", error)
+                level = logging.ERROR if error.status >= 500 else logging.INFO
+                logger.log(level, "stream cut: %s", error)
                 data = event(msgspec.json.encode(error_body(error)))
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from paceline.structured.grammars import Grammars
 
 MAX_TOOLS = 128
+# What llguidance says of a schema that is none. All else is legal but more than it can keep to.
+_BROKEN = re.compile(
+    r": (Invalid type|Expected |Pointer |invalid multiple|\w+ must be )|at most|is no JSON"
+)
 
 
 class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -92,14 +97,29 @@ def tool_use(
     )
 
 
+def check_tools(tools: Iterable[Tool], grammars: Grammars) -> None:
+    """Raise ApiError for the first tool whose parameters are no JSON Schema.
+
+    Where a tool is strict, also for one with parameters that cannot be kept to.
+    """
+    for i, tool in enumerate(tools):
+        if not tool.function.parameters:
+            continue
+        try:
+            grammars.check_schema(_parameters(tool.function))
+        except ParameterError as error:
+            if tool.function.strict or _BROKEN.search(str(error)):
+                raise _refusal(tool.function, i, error) from None
+
+
 def compile_calls(
     use: ToolUse, structured: Structured | None, template: str, grammars: Grammars
 ) -> Grammar | None:
     """Return the grammar that `use` needs beside a structure of the answer, None if none.
 
     A strict tool's arguments keep to its schema, and so do those of any tool that must be called.
-    A schema with keywords that cannot be kept to is refused where it is strict; else its tool's
-    arguments are any object.
+    A schema that cannot be kept to is refused where it is strict; else its tool's arguments are
+    any object.
     """
     is_strict = any(tool.function.strict for tool in use.callable_tools)
     if not (use.must_call or is_strict or structured is not None):
@@ -114,9 +134,11 @@ def compile_calls(
                 "structured_outputs or tools", param="structured_outputs",
             )  # fmt: skip
         answer = schema
+    names = use.names
     schemas = {
         tool.function.name: _arguments_schema(tool.function, use, grammars, i)
-        for i, tool in enumerate(use.callable_tools)
+        for i, tool in enumerate(use.tools)
+        if tool.function.name in names
     }
     source = call_grammar(
         schemas, template, options=grammars.json_options, max_calls=use.max_calls,
@@ -135,17 +157,25 @@ def _arguments_schema(
         return {"type": "object"}
     if not function.parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = {"type": "object", **function.parameters}
+    schema = _parameters(function)
     try:
         grammars.compile(Structured(json_schema=schema))
     except ParameterError as error:
-        if "Unimplemented" in str(error) and not function.strict:
+        if not function.strict and not _BROKEN.search(str(error)):
             return {"type": "object"}
-        raise ApiError(
-            400, f"the parameters of tool {function.name!r}: {error}",
-            param=f"tools[{idx}].function.parameters",
-        ) from None  # fmt: skip
+        raise _refusal(function, idx, error) from None
     return schema
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    return {"type": "object", **(function.parameters or {})}
+
+
+def _refusal(function: Function, idx: int, error: ParameterError) -> ApiError:
+    return ApiError(
+        400, f"the parameters of tool {function.name!r}: {error}",
+        param=f"tools[{idx}].function.parameters",
+    )  # fmt: skip
 
 
 def piece_delta(piece: Piece) -> dict[str, Any]:

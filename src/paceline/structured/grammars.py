@@ -6,10 +6,11 @@ few processes ever need it.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SOURCE_BYTES = 256 * 1024  # of a schema, a regex or a grammar
 MAX_CACHED = 64
+MAX_CHECKED = 4096  # schemas whose problems are remembered: a digest and a line each
 # Between the parts of JSON: one space, or a new line with an indentation of up to six levels. A
 # model that likes blanks too well would else write nothing but blanks, all of them valid.
 WHITESPACE = r"(\n {0,12}|\n\t{0,6}| )?"
@@ -34,6 +36,7 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,  # a keyword that cannot be kept to is refused, not ignored
 }
+_MAX_PROBLEM_CHARS = 300
 _MAX_LEXER_STATES = 50_000  # one to two kB each
 
 
@@ -67,6 +70,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._index: LLTokenizer | None = None
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        self._checked: OrderedDict[bytes, str] = OrderedDict()
 
     def compile(self, structured: Structured) -> Grammar:
         """Return the grammar of `structured`. Raises ParameterError saying what is wrong in it."""
@@ -85,6 +89,21 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return grammar
 
+    def check_schema(self, schema: Mapping[str, Any]) -> None:
+        """Raise ParameterError where `schema` could not be compiled; needs no vocabulary."""
+        text = _bounded(_schema_text(schema), "json_schema")
+        digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        with self._lock:
+            problem = self._checked.get(digest)
+        if problem is None:
+            problem = _problem(text)
+            with self._lock:
+                self._checked[digest] = problem
+                if len(self._checked) > MAX_CHECKED:
+                    self._checked.popitem(last=False)
+        if problem:
+            raise _not_kept(problem)
+
     def _compile(self, index: LLTokenizer, source: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
@@ -93,10 +112,7 @@ class Grammars:
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # a grammar that allows no text at all is found out here
         if probe.is_error():
-            problem = " ".join((matcher.get_error() or "it allows no text").split())
-            raise ParameterError(
-                f"the structure cannot be kept to: {problem[:300]}", param="structured"
-            )
+            raise _not_kept(matcher.get_error() or "it allows no text")
         return Grammar(matcher, eos_ids=self._eos_ids)
 
     def _new_index(self) -> LLTokenizer:
@@ -147,6 +163,20 @@ def _source(structured: Structured) -> str:
     return LLMatcher.grammar_from_json_schema(
         _bounded(schema, "json_schema"), overrides=_JSON_OPTIONS
     )
+
+
+def _problem(schema_text: str) -> str:
+    """Return what is wrong with a schema, "" if nothing is."""
+    from llguidance import LLMatcher
+
+    source = LLMatcher.grammar_from_json_schema(schema_text, overrides=_JSON_OPTIONS)
+    problem: str = LLMatcher.validate_grammar(source, None)
+    return problem[:_MAX_PROBLEM_CHARS]
+
+
+def _not_kept(problem: str) -> ParameterError:
+    said = " ".join(problem.split())[:_MAX_PROBLEM_CHARS]
+    return ParameterError(f"the structure cannot be kept to: {said}", param="structured")
 
 
 def _schema_text(schema: object) -> str:

@@ -44,7 +44,15 @@ class ToolReader:
     given back as it is.
     """
 
-    def __init__(self, style: ToolStyle, names: Collection[str], *, max_calls: int) -> None:
+    def __init__(
+        self,
+        style: ToolStyle,
+        names: Collection[str],
+        *,
+        max_calls: int,
+        is_bound: bool = False,  # the answer is calls and nothing else
+    ) -> None:
+        self._is_bound = is_bound
         self._is_tagged = style is not ToolStyle.BARE
         self._names = names
         self._max_calls = max_calls
@@ -67,10 +75,15 @@ class ToolReader:
             pass
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back. A call that was cut keeps the arguments it has."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return what was held back. A call that was cut keeps the arguments it has.
+
+        `is_cut` says that the answer was to go on: what would have become a call is no content.
+        """
         pieces: list[Piece] = []
-        if self._call is not None and not self._call.is_begun:
+        if is_cut and self._is_in_head:
+            self._call, self._pending = None, ""
+        elif self._call is not None and not self._call.is_begun:
             self._content(self._call.taken, pieces)
         elif self._call is None and not self._is_after_call:
             self._content(self._pending, pieces)
@@ -78,6 +91,16 @@ class ToolReader:
             pieces.append(Content(self._blanks))
         self._pending = self._blanks = ""
         return pieces
+
+    @property
+    def _is_in_head(self) -> bool:
+        """Whether the text ends before the name of what must be a call, or has its marker.
+
+        A lone "<", or an object without markers, may be meant as words.
+        """
+        if self._call is not None:
+            return not self._call.is_begun and (self._is_bound or self._is_tagged)
+        return self._is_bound or (self._is_tagged and len(self._pending) > 1)
 
     def _step(self, pieces: list[Piece]) -> bool:
         """Move on as far as the pending text allows; return True if there may be more to do."""
