@@ -8,23 +8,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from paceline.backends.base import F32, Backend
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_grammar, check_ids, check_length
 from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.live import Live, LiveRequests, Sink
 from paceline.engine.masks import Masks
 from paceline.engine.prefix_cache import open_cache
 from paceline.engine.recorder import NoRecorder, Recorder
-from paceline.engine.sampler import (
-    NONE_ALLOWED,
-    Sampler,
-    describe_failure,
-    forbidding_param,
-    token_logprob,
-)
+from paceline.engine.sampler import Sampler, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State
 from paceline.engine.speculation.base import Pace, Proposer
@@ -33,21 +26,12 @@ from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
 from paceline.policies.base import load_policy
-from paceline.types import Delta, FinishReason, Request, TokenLogprob
+from paceline.types import Request
 
 if TYPE_CHECKING:
     from paceline.engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
-Sink = Callable[[Delta], None]
-
-
-class _Live(Struct):
-    """A request that has unfinished choices."""
-
-    request: Request
-    sink: Sink
-    sequences: list[Sequence]
 
 
 class Engine:
@@ -112,11 +96,17 @@ class Engine:
             self._speculator = create_speculator(
                 proposer, pace, self._pool, config, backend.copy_slots, clock
             )
-        self._live: dict[str, _Live] = {}
+        self._requests = LiveRequests(
+            recorder=self._recorder,
+            masks=self._masks,
+            clock=clock,
+            remove=self._remove,
+            on_gone=self._free_id,
+        )
         self._num_steps = self._num_generated = 0
         self._wakeup = threading.Condition()  # guards all below
         self._num_requests = self._num_sequences = 0
-        self._inbox: list[_Live | str] = []  # submissions, and ids to abort
+        self._inbox: list[Live | str] = []  # submissions, and ids to abort
         self._ids: set[str] = set()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -161,7 +151,7 @@ class Engine:
                 seq.ledger = ledger
             with self._wakeup:
                 self._require_open()
-                self._inbox.append(_Live(request, sink, sequences))
+                self._inbox.append(Live(request, sink, sequences))
                 self._wakeup.notify()
         except BaseException:
             self._ids.discard(request.id)
@@ -185,7 +175,7 @@ class Engine:
         with self._wakeup:
             queued = [item for item in self._inbox if not isinstance(item, str)]
         live = next((item for item in queued if item.request.id == request_id), None)
-        live = live or self._live.get(request_id)
+        live = live or self._requests.get(request_id)
         return [] if live is None else list(live.sequences)
 
     def stats(self) -> EngineStats:
@@ -242,7 +232,7 @@ class Engine:
         except Exception as error:
             log.exception("a step of %d sequences failed", len(schedule.chunks))
             for seq, _ in schedule.chunks:
-                self._fail(seq, f"the engine failed in this request's step: {error}")
+                self._requests.fail(seq, f"the engine failed in this request's step: {error}")
         return True
 
     def check_integrity(self) -> None:
@@ -250,7 +240,7 @@ class Engine:
         check_books(
             self._scheduler,
             self._pool,
-            [seq for live in self._live.values() for seq in live.sequences],
+            self._requests.sequences(),
             block_size=self._config.block_size,
             max_num_seqs=self._config.max_num_seqs,
         )
@@ -266,7 +256,7 @@ class Engine:
                 self.step()
             except Exception as error:
                 log.exception("the engine failed between steps")
-                self._fail_all(f"the engine failed: {error}")
+                self._requests.fail_all(f"the engine failed: {error}")
         self._abort_all()
 
     def _read_inbox(self) -> None:
@@ -274,9 +264,9 @@ class Engine:
             inbox, self._inbox = self._inbox, []
         for item in inbox:
             if isinstance(item, str):
-                self._abort(item)
+                self._requests.abort(item)
                 continue
-            self._live[item.request.id] = item
+            self._requests.add(item)
             self._scheduler.add(item.sequences[0])
 
     def _run(self, schedule: Schedule) -> None:
@@ -375,125 +365,30 @@ class Engine:
             if seq.state is State.FINISHED:  # its sink failed on another choice
                 continue
             if token_id < 0:
-                self._fail_to_choose(seq, token_id)
+                self._requests.fail_to_choose(seq, token_id)
                 continue
             try:
                 text = seq.append_token(token_id, now_ns)
             except Exception as error:
                 log.exception("request %s: token %d failed", seq.request.id, token_id)
-                self._fail(seq, f"token {token_id} failed: {error}")
+                self._requests.fail(seq, f"token {token_id} failed: {error}")
                 continue
             self._num_generated += 1
             if text and not seq.first_text_ns:
                 seq.first_text_ns = self._clock()
                 self._recorder.first_text(seq, seq.first_text_ns)
             logprobs = () if detail is None else (token_logprob(token_id, detail),)
-            if seq.finish_reason is None:
-                live = self._live[seq.request.id]
-                delta = Delta(
-                    request_id=seq.request.id,
-                    index=seq.index,
-                    text=text,
-                    token_ids=(token_id,),
-                    logprobs=logprobs,
-                )
-                self._send(live, delta)
-            else:
-                self._end(seq, text=text, token_ids=(token_id,), logprobs=logprobs)
-
-    def _end(
-        self,
-        seq: Sequence,
-        *,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        error: str | None = None,
-        error_param: str | None = None,
-    ) -> None:
-        """Free what a choice holds, then tell its sink. Precondition: `finish_reason` is set."""
-        live = self._live[seq.request.id]
-        self._remove(seq)
-        live.sequences.remove(seq)
-        if not live.sequences:
-            self._forget(live)
-        now_ns = self._clock()
-        self._recorder.close(seq, now_ns)
-        delta = Delta(
-            request_id=seq.request.id,
-            index=seq.index,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            error=error,
-            error_param=error_param,
-            usage=seq.usage(),
-            timings=seq.timings(now_ns),
-            ledger=seq.ledger,
-        )
-        self._send(live, delta)
+            self._requests.deliver(seq, token_id, text, logprobs)
 
     def _remove(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)
         if self._speculator is not None:
             self._speculator.release(seq)
 
-    def _send(self, live: _Live, delta: Delta) -> None:
-        try:
-            live.sink(delta)
-        except Exception:
-            log.exception("request %s: its sink failed, the request ends", live.request.id)
-            for seq in live.sequences:
-                self._remove(seq)
-            live.sequences.clear()
-            self._forget(live)
-
-    def _forget(self, live: _Live) -> None:
-        if self._live.pop(live.request.id, None) is not None:
-            with self._wakeup:
-                self._ids.discard(live.request.id)
-
-    def _fail_to_choose(self, seq: Sequence, token_id: int) -> None:
-        """End a sequence for which the sampler had no token."""
-        param = None
-        if token_id == NONE_ALLOWED:
-            is_ours = seq.grammar is not None and self._masks.is_dead_end(seq.grammar)
-            param = None if is_ours else forbidding_param(seq.request.params)
-        message = describe_failure(token_id)
-        log.log(
-            logging.ERROR if param is None else logging.INFO, "request %s: %s",
-            seq.request.id, message,
-        )  # fmt: skip
-        self._finish((seq, *seq.siblings), "error", message, param)
-
-    def _fail(self, seq: Sequence, message: str) -> None:
-        """End a sequence, and the siblings that wait for it, with an error."""
-        self._finish((seq, *seq.siblings), "error", message)
-
-    def _abort(self, request_id: str) -> None:
-        live = self._live.get(request_id)
-        if live is not None:
-            self._finish(tuple(live.sequences), "abort")
-
-    def _finish(
-        self,
-        seqs: tuple[Sequence, ...],
-        reason: FinishReason,
-        message: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        for seq in seqs:
-            if seq.state is not State.FINISHED:
-                seq.finish_reason, seq.stop_reason = reason, None
-                self._end(seq, error=message, error_param=param)
-
-    def _fail_all(self, message: str) -> None:
-        for live in list(self._live.values()):
-            self._finish(tuple(live.sequences), "error", message)
+    def _free_id(self, request_id: str) -> None:
+        with self._wakeup:
+            self._ids.discard(request_id)
 
     def _abort_all(self) -> None:
         self._read_inbox()
-        for request_id in list(self._live):
-            self._abort(request_id)
+        self._requests.abort_all()
