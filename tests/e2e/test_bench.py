@@ -141,7 +141,7 @@ def test_met_03_warm_up_failures_and_cut_requests_each_count_where_they_should(t
     assert (goodput["met"], goodput["missed"], goodput["cut"]) == (40, 20, 5)
     assert goodput["attainment"]["value"] == pytest.approx(40 / 60)
     assert goodput["attainment_if_cut_missed"] == pytest.approx(40 / 65)
-    assert goodput["requests_per_s"] == pytest.approx(40 / 6)
+    assert goodput["requests_per_s"] == pytest.approx(40 / 6, rel=1e-3)  # the window is measured
     assert stage["latency_ms"]["e2e"]["count"] == 50  # neither failures nor cut ones
     assert stage["latency_ms"]["ttft"]["max"] == pytest.approx(2000, abs=100)
     tokens = 50 * 5 + 5 * 1 + 5 * 6  # of good, slow and cut ones, and the warm-up's late ones

@@ -211,7 +211,8 @@ def test_long_prompts_starve_neither_a_stream_nor_short_requests(heavy):
         assert sum(client.result(30) for client in clients) >= 4
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert len(gaps) > 50
-    assert max(gaps) <= 5 * statistics.median(gaps) + SLACK_S
+    # One gap is granted to a stall of the machine: a starved stream has one at each long prompt.
+    assert sorted(gaps)[-2] <= 5 * statistics.median(gaps) + SLACK_S
     half = len(waits) // 2
     assert half >= 2
     assert min(waits[half:]) <= 2 * max(waits[:half]) + SLACK_S
