@@ -84,13 +84,21 @@ def recorder_us(num_streams: int, num_steps: int = 3000) -> float:
     now = time.monotonic_ns
     seqs = [
         SimpleNamespace(
-            request=SimpleNamespace(id=f"request-{i}"), index=0, num_computed=PROMPT,
-            num_prompt=PROMPT, num_preemptions=0, last_token_ns=1, ledger=recorder.open(0, 1),
+            request=SimpleNamespace(
+                id=f"request-{i}", prompt_token_ids=(i,) * PROMPT, cache_salt=""
+            ),
+            index=0, num_computed=PROMPT, num_prompt=PROMPT, num_preemptions=0, last_token_ns=1,
+            ledger=recorder.open(0, 1), chain=None, draft=None, token_ids=[i] * (PROMPT + 1),
         )
         for i in range(num_streams)
     ]  # fmt: skip
     schedule = SimpleNamespace(
-        start_ns=0, is_short_of_kv=False, num_tokens=num_streams, chunks=[(s, 1) for s in seqs]
+        start_ns=0,
+        is_short_of_kv=False,
+        num_tokens=num_streams,
+        chunks=[(s, 1) for s in seqs],
+        draft_ns=0,
+        num_drafted=0,
     )
     begin = time.thread_time()
     for _ in range(num_steps):
