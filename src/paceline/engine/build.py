@@ -273,7 +273,7 @@ def _load_backend(
     checkpoint: Checkpoint, config: EngineConfig, kv: KVSize, weight_bytes: int
 ) -> tuple[Backend, EngineConfig]:
     """Return the loaded backend, and the config with every choice made."""
-    backend, num_threads = _new_backend(checkpoint.path, config, weight_bytes)
+    backend, num_threads = new_backend(checkpoint.path, config, weight_bytes)
     resolved = replace(
         config,
         max_model_len=kv.max_model_len,
@@ -289,7 +289,7 @@ def _load_backend(
     return backend, resolved
 
 
-def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
+def new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
     """Return the backend that the config names, unloaded, and its number of threads."""
     if config.backend == "native":
         from paceline.backends.native import NativeBackend
