@@ -33,6 +33,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
     text: str
     predict: Predict
     price: str = ""
+    is_trade: bool = False  # it takes from some calls what bounds others: told even at a net loss
 
 
 Lever = Callable[[Situation], Proposal | None]
@@ -260,6 +261,7 @@ def bound_steps(situation: Situation) -> Proposal | None:
         text="prompts of others fill the steps of streams",
         predict=predict,
         price="prompts beside streams take longer: their TTFT grows",
+        is_trade=any(finding.main == "others_prefill" for finding in hurt),
     )
 
 
