@@ -94,10 +94,10 @@ def test_a_tiny_budget_is_told_by_its_many_small_steps(model):
 
 
 def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
-    # One block a 16 tokens; the pool holds two of the four calls.
+    # One block a 16 tokens; the pool holds two of the eight calls.
     token_bytes = 2 * 3 * 64 * 2
     with LiveServer(model, kv_memory_bytes=700 * token_bytes) as server:
-        together(*(lambda i=i: ask(server, 200, 120, seed=i) for i in range(4)))
+        together(*(lambda i=i: ask(server, 200, 120, seed=i) for i in range(8)))
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "KV memory"
     assert found.advice[0].lever == "kv-memory"

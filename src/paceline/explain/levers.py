@@ -200,6 +200,7 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
         text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all",
         predict=predict,
         price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
+        is_trade=any(finding.main == "kv_memory" for finding in situation.findings),
     )
 
 

@@ -102,8 +102,8 @@ def advise(situation: Situation) -> list[Advice]:
     """Return the levers that move a percentile down enough, the largest gain of a call first.
 
     A change that makes the mean call longer is no advice, but for a trade: who streams beside
-    long prompts is bound by them, and is not the one who pays. What no option does comes last:
-    another file answers differently.
+    long prompts, or waits for memory, is bound by the others, and they are the ones who pay.
+    What no option does comes last: another file answers differently.
     """
     found = []
     curves = curves_of(situation.facts.calls)
