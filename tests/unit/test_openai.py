@@ -255,7 +255,8 @@ def formatter(endpoint="chat", **options):
 
 def events(data: bytes) -> list:
     assert data.endswith(b"\n\n") or not data
-    return [json.loads(part.removeprefix(b"data: ")) for part in data.split(b"\n\n")[:-1]]
+    payloads = [part.removeprefix(b"data: ") for part in data.split(b"\n\n")[:-1]]
+    return [payload if payload == b"[DONE]" else json.loads(payload) for payload in payloads]
 
 
 def last(index=0, text="", logprobs=(), tokens=3):
@@ -301,13 +302,13 @@ def test_usage_comes_last_with_no_choices_and_is_null_before_where_asked_for():
     (chunk,) = events(writer.chunks(0, Delta(request_id="r", index=0, text="a")))
     assert chunk["usage"] is None
     usages = [last(tokens=3).usage, last(tokens=5).usage]
-    (end,) = events(writer.closing(usages, n=2))
+    end, _ = events(writer.closing(usages, n=2))
     assert end["choices"] == []
     assert end["usage"] == {
         "prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12,
         "prompt_tokens_details": {"cached_tokens": 1},
     }  # fmt: skip
-    assert formatter().closing(usages, n=2) == b""
+    assert events(formatter().closing(usages, n=2)) == [b"[DONE]"]
 
 
 def test_continuous_usage_is_in_every_chunk_and_grows():
@@ -319,7 +320,7 @@ def test_continuous_usage_is_in_every_chunk_and_grows():
     chunks += events(writer.chunks(0, last(tokens=5)))
     totals = [(c["usage"]["completion_tokens"], c["usage"]["total_tokens"]) for c in chunks]
     assert totals == [(0, 4), (2, 6), (4, 8), (5, 9)]
-    (end,) = events(writer.closing([last(tokens=5).usage], n=1))
+    end, _ = events(writer.closing([last(tokens=5).usage], n=1))
     assert end["usage"]["completion_tokens"] == 5
 
 
@@ -336,7 +337,7 @@ def test_an_echo_comes_before_the_text_of_its_choice():
 
 def test_usage_counts_each_prompt_once_whatever_n_is():
     usages = [last().usage] * 4
-    (end,) = events(formatter(include_usage=True).closing(usages, n=2))
+    end, _ = events(formatter(include_usage=True).closing(usages, n=2))
     assert end["usage"]["prompt_tokens"] == 8
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
+from msgspec import Struct
 from starlette.responses import Response
 
 from paceline.completion import ChoiceBuilder
@@ -23,9 +24,10 @@ from paceline.server.admission import Admission, Limits
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
 from paceline.server.door import cache_salt
 from paceline.server.errors import ApiError
-from paceline.server.openai import Formatter
+from paceline.server.openai import read_chat, read_completion
 from paceline.server.params import (
     check_stream_options,
     deadline,
@@ -35,8 +37,8 @@ from paceline.server.params import (
     structured_field,
 )
 from paceline.server.reports import Reports
-from paceline.server.schema import ChatRequest, CompletionRequest, parse
-from paceline.server.sse import DONE, EventStream
+from paceline.server.schema import ChatRequest, CompletionRequest
+from paceline.server.sse import EventStream
 from paceline.server.timekeeping import CALL
 from paceline.server.timeline import engine_id, server_timing
 from paceline.server.tokens import check_model
@@ -56,8 +58,15 @@ STOP_TIMEOUT_S = 5.0
 # to a thread, so that it does not hold up the streams of others.
 _INLINE_BODY_BYTES = 4096
 
-ApiRequest = ChatRequest | CompletionRequest
-Prepared = tuple[ApiRequest, SamplingParams, list[list[int]]]  # and the prompts' ids
+Read = Callable[[bytes], Asked]
+
+
+class Prepared(Struct, frozen=True):
+    """A call, ready to be submitted; `prompts` are token ids."""
+
+    asked: Asked
+    params: SamplingParams
+    prompts: list[list[int]]
 
 
 class Answers:
@@ -85,43 +94,14 @@ class Answers:
             await asyncio.to_thread(self._reports.close)
 
     async def chat(self, http: HttpRequest) -> Response:
-        body = await read_body(http)
-        return await self._answer(http, body, self._prepare_chat)
+        return await self.answer(http, read_chat)
 
     async def completions(self, http: HttpRequest) -> Response:
+        return await self.answer(http, read_completion)
+
+    async def answer(self, http: HttpRequest, read: Read) -> Response:
+        """Answer a call whose body `read` understands."""
         body = await read_body(http)
-        return await self._answer(http, body, self._prepare_completion)
-
-    def _prepare_chat(self, body: bytes, call: Call) -> Prepared:
-        request = parse(body, ChatRequest)
-        params = self._params(request)
-        call.lap(Part.PARSE)
-        use = self._tool_use(request)
-        ids = self._loaded.encode_chat(
-            request.messages,
-            tools=use.objects if use else (),
-            on_rendered=lambda: call.lap(Part.TEMPLATE),
-        )
-        call.lap(Part.TOKENISE)
-        return request, params, [ids]
-
-    def _prepare_completion(self, body: bytes, call: Call) -> Prepared:
-        request = parse(body, CompletionRequest)
-        params = self._params(request)
-        prompts = split_prompts(request.prompt)
-        call.lap(Part.PARSE)
-        ids = [self._loaded.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
-        call.lap(Part.TOKENISE)
-        return request, params, ids
-
-    def _params(self, request: ApiRequest) -> SamplingParams:
-        check_model(request.model, self._loaded.name)
-        check_stream_options(request)
-        return sampling_params(request, self._loaded.default_params)
-
-    async def _answer(
-        self, http: HttpRequest, body: bytes, prepare: Callable[[bytes, Call], Prepared]
-    ) -> Response:
         call: Call = http.scope["state"][CALL]
         call.request_id = request_id(http)
         call.traceparent = http.headers.get("traceparent", "")
@@ -131,13 +111,48 @@ class Answers:
                 429, f"{MAX_OPEN_CALLS} calls are open: try again later",
                 retry_after_s=self._admission.predict_s() or 1.0,
             )  # fmt: skip
+        prepared = await self._prepare(read, body, call)
+        with own_words(prepared.asked):
+            return await self._answer(http, prepared, call)
+
+    def _read(self, read: Read, body: bytes, call: Call) -> Prepared:
+        """Return a body as parameters and the ids of its prompts."""
+        asked = read(body)
+        with own_words(asked):
+            request = asked.request
+            check_model(request.model, self._loaded.name)
+            check_stream_options(request)
+            params = sampling_params(request, self._loaded.default_params)
+            if isinstance(request, ChatRequest):
+                return Prepared(asked, params, self._encode_chat(request, call))
+            return Prepared(asked, params, self._encode_prompts(request, call))
+
+    def _encode_chat(self, request: ChatRequest, call: Call) -> list[list[int]]:
+        call.lap(Part.PARSE)
+        use = self._tool_use(request)
+        ids = self._loaded.encode_chat(
+            request.messages,
+            tools=use.objects if use else (),
+            on_rendered=lambda: call.lap(Part.TEMPLATE),
+        )
+        call.lap(Part.TOKENISE)
+        return [ids]
+
+    def _encode_prompts(self, request: CompletionRequest, call: Call) -> list[list[int]]:
+        prompts = split_prompts(request.prompt)
+        call.lap(Part.PARSE)
+        ids = [self._loaded.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
+        call.lap(Part.TOKENISE)
+        return ids
+
+    async def _answer(self, http: HttpRequest, prepared: Prepared, call: Call) -> Response:
         assert self._outbox is not None
-        request, params, prompts = await self._prepare(prepare, body, call)
+        asked, params, prompts = prepared.asked, prepared.params, prepared.prompts
+        request = asked.request
         grammar = await self._compile(request, params, call)
         wants_figures = self._wants_figures(request, http)
-        is_chat = isinstance(request, ChatRequest)
-        call.id = ("chatcmpl-" if is_chat else "cmpl-") + uuid.uuid4().hex
-        formatter = self._formatter(request, params, prompts, call, wants_figures=wants_figures)
+        call.id = asked.id_prefix + uuid.uuid4().hex
+        writer = asked.writer(self._frame(prepared, call, wants_figures=wants_figures))
         arrival_ns = call.lap(Part.PARSE)
         salt = cache_salt(http.scope, request.cache_salt)
         requests = [
@@ -163,29 +178,19 @@ class Answers:
             "server-timing": server_timing(call, call.mark_ns),
         }
         if request.stream:
-            return EventStream(generation, self._stream(generation, formatter), headers)
-        return await self._collect(http, generation, formatter, headers)
+            events = self._stream(generation, writer)
+            return EventStream(generation, events, headers, failure=writer.failure)
+        return await self._collect(http, generation, writer, headers)
 
-    def _formatter(
-        self,
-        request: ApiRequest,
-        params: SamplingParams,
-        prompts: list[list[int]],
-        call: Call,
-        *,
-        wants_figures: bool,
-    ) -> Formatter:
-        options = request.stream_options
-        counts_up = bool(options and options.continuous_usage_stats)
-        return Formatter(
-            "chat" if isinstance(request, ChatRequest) else "completion",
+    def _frame(self, prepared: Prepared, call: Call, *, wants_figures: bool) -> Frame:
+        request, prompts = prepared.asked.request, prepared.prompts
+        return Frame(
             answer_id=call.id,
             model=self._loaded.name,
             tokenizer=self._loaded.tokenizer,
-            wants_logprobs=params.logprobs is not None,
-            include_usage=bool(options and options.include_usage) or wants_figures,
-            num_prompt_tokens=sum(map(len, prompts)) if counts_up else None,
-            prefixes=self._prefixes(request, prompts, params),
+            params=prepared.params,
+            num_prompt_tokens=sum(map(len, prompts)),
+            prefixes=self._prefixes(request, prompts, prepared.params),
             new_reader=self._new_reader(request),
             figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
@@ -250,36 +255,35 @@ class Answers:
             )
         return is_wanted
 
-    async def _prepare(
-        self, prepare: Callable[[bytes, Call], Prepared], body: bytes, call: Call
-    ) -> Prepared:
+    async def _prepare(self, read: Read, body: bytes, call: Call) -> Prepared:
         if len(body) <= _INLINE_BODY_BYTES:
-            return prepare(body, call)
+            return self._read(read, body, call)
 
         def work() -> Prepared:
             call.lap(Part.HANDOFF)
-            return prepare(body, call)
+            return self._read(read, body, call)
 
         prepared = await asyncio.get_running_loop().run_in_executor(self._threads, work)
         call.lap(Part.HANDOFF)
         return prepared
 
-    async def _stream(
-        self, generation: Generation, formatter: Formatter
-    ) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
         usages: dict[int, Usage] = {}
         self._num_open += 1
         try:
-            if opening := formatter.opening(generation.num_choices):
+            if opening := writer.opening(generation.num_choices):
                 yield opening
-            async for burst in generation.bursts():
+            async for burst in generation.bursts(quiet_s=writer.quiet_s):
+                if not burst:
+                    yield writer.idle()
+                    continue
                 usages.update({idx: delta.usage for idx, delta in burst if delta.usage is not None})
-                if data := b"".join(formatter.chunks(idx, delta) for idx, delta in burst):
+                if data := b"".join(writer.chunks(idx, delta) for idx, delta in burst):
                     yield data
                     if any(delta.text for _, delta in burst):
                         generation.call.wrote_content()
             in_order = [usages[idx] for idx in sorted(usages)]
-            yield formatter.closing(in_order, generation.n) + DONE
+            yield writer.closing(in_order, generation.n)
         finally:
             self._num_open -= 1
 
@@ -287,7 +291,7 @@ class Answers:
         self,
         http: HttpRequest,
         generation: Generation,
-        formatter: Formatter,
+        writer: Writer,
         headers: dict[str, str],
     ) -> Response:
         wants_logprobs = generation.requests[0].params.logprobs is not None
@@ -302,6 +306,6 @@ class Answers:
             return Response(status_code=499)
         finally:
             self._num_open -= 1
-        body = formatter.whole([builder.choice() for builder in builders], generation.n)
+        body = writer.whole([builder.choice() for builder in builders], generation.n)
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)

@@ -137,7 +137,7 @@ class Call(Struct, eq=False, kw_only=True):
 
     @property
     def endpoint(self) -> str:
-        return "chat" if "chat" in self.path else "text_completion"
+        return "text_completion" if self.path == "/v1/completions" else "chat"
 
     @property
     def outcome(self) -> Outcome:

@@ -175,13 +175,18 @@ class Generation:
         self.cancel()
         self._news.set()
 
-    async def bursts(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+    async def bursts(
+        self, *, quiet_s: float | None = None
+    ) -> AsyncIterator[list[tuple[int, Delta]]]:
         """Yield (choice index, delta) as they arrive, until every choice is finished.
 
-        Raises ClientGoneError when the client hung up, ApiError when the engine failed or the
-        time was up.
+        After each `quiet_s` without any an empty burst is yielded. Raises ClientGoneError when the
+        client hung up, ApiError when the engine failed or the time was up.
         """
         while True:
+            if quiet_s is not None and not await self._has_news_within(quiet_s):
+                yield []
+                continue
             await self._news.wait()
             self._news.clear()
             if self._is_gone:
@@ -199,3 +204,11 @@ class Generation:
             yield burst
             if not any(self._num_open) and not self._arrived:
                 return
+
+    async def _has_news_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -73,13 +73,18 @@ def read_keys(path: str) -> Keys:
     return Keys(sums)
 
 
+def tenant(scope: Scope) -> str:
+    """Return the name of whose key a call came with; "" where no keys are asked for."""
+    name: str = scope.get("state", {}).get(_TENANT, "")
+    return name
+
+
 def cache_salt(scope: Scope, asked: str | None) -> str:
     """Return the salt of a call's prefixes: what it asked for, apart for each key.
 
     A name of a tenant has always the same length, so no salt of one is a salt of another.
     """
-    tenant: str = scope.get("state", {}).get(_TENANT, "")
-    return tenant + (asked or "")
+    return tenant(scope) + (asked or "")
 
 
 class Door:
@@ -103,7 +108,7 @@ class Door:
             headers = {"x-request-id": request_id(HttpRequest(scope))}
             if refusal.status == 401:
                 headers["www-authenticate"] = "Bearer"
-            await error_response(refusal, headers)(scope, receive, send)
+            await error_response(refusal, headers, path=scope["path"])(scope, receive, send)
             return
         self._life.num_calls += is_call
         try:
@@ -115,17 +120,23 @@ class Door:
         path: str = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
         if self._keys is not None and not is_open:
-            kind, _, key = HttpRequest(scope).headers.get("authorization", "").partition(" ")
-            tenant = self._keys.tenant(key.strip()) if kind.lower() == "bearer" else None
-            if tenant is None:
+            name = self._keys.tenant(_key(HttpRequest(scope)))
+            if name is None:
                 return ApiError(
-                    401, "the API key is missing or unknown: send Authorization: Bearer KEY",
+                    401, "the API key is missing or unknown: send Authorization: Bearer KEY, or "
+                    "x-api-key: KEY",
                     code="invalid_api_key",
                 )  # fmt: skip
-            scope.setdefault("state", {})[_TENANT] = tenant
+            scope.setdefault("state", {})[_TENANT] = name
         if is_call and self._life.is_draining:
             return ApiError(
                 503, "the server is shutting down: try again later", code="shutting_down",
                 retry_after_s=1,
             )  # fmt: skip
         return None
+
+
+def _key(http: HttpRequest) -> str:
+    """Return the key that a call came with, as OpenAI's clients send it or as Anthropic's do."""
+    kind, _, key = http.headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else http.headers.get("x-api-key", "")

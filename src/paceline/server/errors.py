@@ -1,4 +1,4 @@
-"""HTTP errors in the OpenAI shape."""
+"""HTTP errors, in the shape of the API that was asked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from paceline.errors import PacelineError, ParameterError
 _TYPES = {
     401: "authentication_error", 429: "rate_limit_error", 500: "server_error",
     503: "server_error", 504: "server_error",
+}  # fmt: skip
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
 
@@ -53,11 +58,34 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": detail}
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+def anthropic_error_body(error: ApiError, request_id: str | None) -> dict[str, Any]:
+    """Return the body of Anthropic's error answers, which name a field in the message alone."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    message = str(error)
+    if error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+
+
+def error_response(
+    error: ApiError, headers: dict[str, str] | None = None, *, path: str = ""
+) -> Response:
+    """Return `error` as an answer to a call of `path`, whose API says how errors look."""
+    headers = dict(headers or {})
     if error.retry_after_s is not None:
-        headers = {**(headers or {}), "retry-after": str(max(math.ceil(error.retry_after_s), 1))}
+        headers["retry-after"] = str(max(math.ceil(error.retry_after_s), 1))
+    body = error_body(error)
+    if path.startswith(_ANTHROPIC_PATH):
+        name = headers.get("x-request-id")
+        body = anthropic_error_body(error, name)
+        if name is not None:
+            headers["request-id"] = name
     return Response(
-        msgspec.json.encode(error_body(error)),
+        msgspec.json.encode(body),
         status_code=error.status,
         media_type="application/json",
         headers=headers,

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from paceline.completion import Choice
-from paceline.server.sse import event
+from paceline.errors import PacelineError
+from paceline.server.dialect import ApiRequest, Frame
+from paceline.server.errors import ApiError, error_body
+from paceline.server.schema import ChatRequest, CompletionRequest, parse
+from paceline.server.sse import DONE, event
 from paceline.server.tools import message_fields, piece_delta
 from paceline.types import Delta, FinishReason, TokenLogprob, Usage
 
@@ -61,12 +65,14 @@ def _finish_reason(reason: FinishReason | None, reader: ToolReader) -> str | Non
 
 
 class Formatter:
-    """Writes the answer to one call: `whole`, or in chunks by `opening`, `chunks`, `closing`.
+    """A Writer of chat completions and of completions.
 
     `prefixes`, one a choice, are written before the texts. With `num_prompt_tokens` every chunk
     has the usage so far. `new_reader` makes what finds the calls in a choice's text. `figures` are
     asked for when the usage is written, and go with it as `usage.paceline`.
     """
+
+    quiet_s: float | None = None
 
     def __init__(
         self,
@@ -174,12 +180,19 @@ class Formatter:
         return message, _finish_reason(choice.finish_reason, reader) or choice.finish_reason
 
     def closing(self, usages: Sequence[Usage], n: int) -> bytes:
-        """Return the chunk of usage figures where it was asked for."""
+        """Return the end of the stream, before it the usage figures where they were asked for."""
         if not self._include_usage:
-            return b""
+            return DONE
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         usage = self._usage(usages, n)
-        return event(_encode({**self._head, "object": kind, "choices": [], "usage": usage}))
+        end = {**self._head, "object": kind, "choices": [], "usage": usage}
+        return event(_encode(end)) + DONE
+
+    def idle(self) -> bytes:
+        return b""
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(_encode(error_body(error)))
 
     def _count(self, num_tokens: int) -> None:
         """Write the usage so far into the chunks to come."""
@@ -238,3 +251,43 @@ class Formatter:
         for token_id, logprob in item.top:
             top.setdefault(self._tokenizer.token_text(token_id), _floor(logprob))
         return top
+
+
+class OpenAIAsked(msgspec.Struct, frozen=True):
+    """A call of /v1/chat/completions or /v1/completions."""
+
+    request: ApiRequest
+
+    @property
+    def id_prefix(self) -> str:
+        return "chatcmpl-" if isinstance(self.request, ChatRequest) else "cmpl-"
+
+    def writer(self, frame: Frame) -> Formatter:
+        options = self.request.stream_options
+        counts_up = bool(options and options.continuous_usage_stats)
+        wants_usage = bool(options and options.include_usage)
+        return Formatter(
+            "chat" if isinstance(self.request, ChatRequest) else "completion",
+            answer_id=frame.answer_id,
+            model=frame.model,
+            tokenizer=frame.tokenizer,
+            wants_logprobs=frame.params.logprobs is not None,
+            include_usage=wants_usage or frame.figures is not None,
+            num_prompt_tokens=frame.num_prompt_tokens if counts_up else None,
+            prefixes=frame.prefixes,
+            new_reader=frame.new_reader,
+            figures=frame.figures,
+        )
+
+    def in_its_words(self, error: PacelineError) -> PacelineError:
+        return error
+
+
+def read_chat(body: bytes) -> OpenAIAsked:
+    """Return a body of /v1/chat/completions, read. Raises ApiError."""
+    return OpenAIAsked(parse(body, ChatRequest))
+
+
+def read_completion(body: bytes) -> OpenAIAsked:
+    """Return a body of /v1/completions, read. Raises ApiError."""
+    return OpenAIAsked(parse(body, CompletionRequest))

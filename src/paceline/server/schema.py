@@ -81,13 +81,20 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     grammar: str | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints share. None means: the model's own default, or ours.
+class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a body. Fields that are none of them can have a say all the same.
 
-    `neutral` are fields that are accepted only with values that ask for nothing.
+    `neutral` are accepted only with values that ask for nothing; of `noted` the type is checked.
     """
 
     neutral: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+    noted: ClassVar[dict[str, type]] = {}
+
+
+class GenerationFields(Fields, kw_only=True, forbid_unknown_fields=True):
+    """Fields that both endpoints share. None means: the model's own default, or ours."""
+
+    noted: ClassVar[dict[str, type]] = INFORMATIONAL
 
     model: str
     stream: bool | None = None
@@ -156,7 +163,7 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
     wanted = {name: value for name, value in fields.items() if value is not None}
-    if issubclass(kind, GenerationFields):
+    if issubclass(kind, Fields):
         _take_out_what_asks_for_nothing(wanted, kind)
     try:
         return msgspec.convert(wanted, kind, str_keys=True)
@@ -179,17 +186,17 @@ def _lone_surrogate(body: bytes) -> str | None:
     return None
 
 
-def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[GenerationFields]) -> None:
-    """Drop neutral and informational fields. Raises ApiError for those that ask for something."""
+def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[Fields]) -> None:
+    """Drop neutral and noted fields. Raises ApiError for those that ask for something."""
     for name in kind.neutral.keys() & wanted.keys():
         if not kind.neutral[name](wanted.pop(name)):
             raise ApiError(
                 400, f"{name} is not supported by this server: leave it out", param=name,
                 code="unsupported_parameter",
             )  # fmt: skip
-    for name in INFORMATIONAL.keys() & wanted.keys():
-        if not isinstance(wanted.pop(name), INFORMATIONAL[name]):
-            rule = "an object" if INFORMATIONAL[name] is dict else "a string"
+    for name in kind.noted.keys() & wanted.keys():
+        if not isinstance(wanted.pop(name), kind.noted[name]):
+            rule = "an object" if kind.noted[name] is dict else "a string"
             raise ApiError(400, f"{name} must be {rule}", param=name)
 
 

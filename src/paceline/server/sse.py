@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.server.delivery import ClientGoneError, Generation
-from paceline.server.errors import ApiError, error_body
+from paceline.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +21,12 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def named_event(name: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
 class EventStream(Response):
-    """Sends `events` as they come. A failure on the way is sent as an error event, the last one.
+    """Sends `events` as they come. A failure on the way is sent as `failure` writes it, at last.
 
     Starlette's StreamingResponse learns that a client left only when it next sends; this one is
     told at once, so that a request that waits in the queue is dropped too.
@@ -32,13 +35,19 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, events: AsyncGenerator[bytes, None], headers: dict[str, str]
+        self,
+        generation: Generation,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        *,
+        failure: Callable[[ApiError], bytes],
     ) -> None:
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={**fixed, **headers})
         del self.headers["content-length"]
         self._generation = generation
         self._events = events
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._generation.attended(receive):
@@ -52,6 +61,6 @@ class EventStream(Response):
             except ApiError as error:
                 level = logging.ERROR if error.status >= 500 else logging.INFO
                 logger.log(level, "stream cut: %s", error)
-                data = event(msgspec.json.encode(error_body(error)))
+                data = self._failure(error)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,106 @@
+"""Dialect: what one API has of its own, from reading a body to writing the answer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct
+
+from paceline.completion import Choice
+from paceline.errors import PacelineError
+from paceline.server.errors import ApiError
+from paceline.server.schema import ChatRequest, CompletionRequest
+from paceline.text.tool_calls import Content, Piece
+from paceline.types import Delta, FinishReason, SamplingParams, Usage
+
+if TYPE_CHECKING:
+    from paceline.text.tokenizer import Tokenizer
+    from paceline.text.tool_calls import ToolReader
+
+ApiRequest = ChatRequest | CompletionRequest
+
+
+class Frame(Struct, frozen=True, kw_only=True):
+    """What a writer is told of its call. `figures` are asked for when the usage is written.
+
+    `prefixes`, one a choice, are written before the texts. `new_reader` makes what finds the calls
+    in a choice's text; None: it holds none.
+    """
+
+    answer_id: str
+    model: str
+    tokenizer: Tokenizer
+    params: SamplingParams
+    num_prompt_tokens: int
+    prefixes: Sequence[str] = ()
+    new_reader: Callable[[], ToolReader] | None = None
+    figures: Callable[[], dict[str, Any]] | None = None
+
+
+class Writer(Protocol):
+    """Writes the answer to one call: `whole`, or as a stream, which has the other methods.
+
+    `quiet_s`: a stream without news for so long has what `idle` returns; None: it has nothing.
+    """
+
+    quiet_s: float | None
+
+    def whole(self, choices: Sequence[Choice], n: int) -> bytes: ...
+
+    def opening(self, num_choices: int) -> bytes: ...
+
+    def chunks(self, index: int, delta: Delta) -> bytes: ...
+
+    def idle(self) -> bytes: ...
+
+    def closing(self, usages: Sequence[Usage], n: int) -> bytes: ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+
+
+class Asked(Protocol):
+    """A body that was read: what it asks for in OpenAI's terms, which all dialects come to."""
+
+    @property
+    def request(self) -> ApiRequest: ...
+
+    @property
+    def id_prefix(self) -> str:
+        """What the answer's id begins with."""
+
+    def writer(self, frame: Frame) -> Writer: ...
+
+    def in_its_words(self, error: PacelineError) -> PacelineError:
+        """Return an error about `request` as one about the body, by the names of its fields."""
+
+
+@contextmanager
+def own_words(asked: Asked) -> Iterator[None]:
+    """While inside, errors name the fields that the client sent."""
+    try:
+        yield
+    except PacelineError as error:
+        raise asked.in_its_words(error) from None
+
+
+class PieceReader:
+    """Reads the text of one choice, whole or in deltas, as words and calls."""
+
+    def __init__(self, new_reader: Callable[[], ToolReader] | None) -> None:
+        self._reader = None if new_reader is None else new_reader()
+
+    @property
+    def has_only_whole_calls(self) -> bool:
+        return self._reader is not None and self._reader.has_only_whole_calls
+
+    def read(self, text: str, finish_reason: FinishReason | None) -> list[Piece]:
+        """Return what is certain by now; with a finish reason, all the rest."""
+        if self._reader is None:
+            return [Content(text)] if text else []
+        pieces = self._reader.feed(text) if text else []
+        if finish_reason is not None:
+            pieces += self._reader.finish(is_cut=finish_reason == "length")
+        return pieces
