@@ -37,7 +37,7 @@ def write_bert(
     }
     (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
     (folder / "config.json").write_text(json.dumps(filled))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(wordpiece_json()))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"cls_token": "[CLS]", "sep_token": "[SEP]", "tokenizer_class": "BertTokenizer"})
     )
@@ -73,7 +73,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
     return values * np.float32(0.1 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]))
 
 
-def _tokenizer() -> dict[str, Any]:
+def wordpiece_json() -> dict[str, Any]:
     vocab = {word: i for i, word in enumerate(WORDS)}
     special = [word for word in WORDS if word.startswith("[")]
     sentence = [{"Sequence": {"id": "A", "type_id": 0}}]

@@ -173,8 +173,9 @@ class _Run:
 def _embed(run: _Run, op: Op) -> F32:
     step = run.step
     index = {"token": step.tokens, "position": step.positions, "zero": np.zeros_like(step.tokens)}
-    rows = run.weight(op.weights[0])[index[op.attrs["index"]]]
-    return rows * np.float32(op.attrs.get("scale", 1.0))
+    rows: F32 = run.weight(op.weights[0])[index[op.attrs["index"]]]
+    scaled: F32 = rows * np.float32(op.attrs.get("scale", 1.0))
+    return scaled
 
 
 def _linear(run: _Run, op: Op, x: F32, residual: F32 | None = None) -> F32:

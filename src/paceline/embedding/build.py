@@ -71,6 +71,11 @@ class EmbeddingModel(Struct, frozen=True, kw_only=True):
             )
 
 
+def is_encoder(path: Path) -> bool:
+    """Say whether the model at `path` embeds texts and writes none. Only its header is read."""
+    return path.is_dir() and not open_checkpoint(path).config.is_causal
+
+
 def load_embedding_model(
     model: str, config: EngineConfig, *, path: Path, pooling: str | None, weights: str = "file"
 ) -> EmbeddingModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from paceline.errors import ModelFormatError, ParameterError, UnsupportedModelError
 
@@ -30,11 +30,12 @@ def choose_pooling(asked: str | None, path: Path, *, is_causal: bool) -> Pooling
         )
     if asked is None:
         return folder_pooling(path) or "mean"
-    if asked not in POOLINGS:
-        raise ParameterError(
-            f"pooling is {asked!r}: choose one of {', '.join(POOLINGS)}", param="pooling"
-        )
-    return cast(Pooling, asked)
+    for name in POOLINGS:
+        if asked == name:
+            return name
+    raise ParameterError(
+        f"pooling is {asked!r}: choose one of {', '.join(POOLINGS)}", param="pooling"
+    )
 
 
 def folder_pooling(path: Path) -> Pooling | None:

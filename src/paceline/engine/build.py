@@ -18,7 +18,12 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
 from paceline.engine.step import step_limits
-from paceline.errors import ParameterError, PromptTooLongError, TemplateError
+from paceline.errors import (
+    ParameterError,
+    PromptTooLongError,
+    TemplateError,
+    UnsupportedModelError,
+)
 from paceline.models.base import build_plan
 from paceline.text.tools import ToolStyle, described, tool_style
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -154,6 +159,8 @@ def load_model(
 
         path = resolve(model)
     checkpoint = open_checkpoint(path)
+    if not checkpoint.config.is_causal:
+        raise UnsupportedModelError(embeds_only(display_name(model)))
     with ThreadPoolExecutor(max_workers=1) as pool:
         text = pool.submit(_build_text, checkpoint, chat_template)
         weight_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
@@ -232,6 +239,14 @@ def _kv_identity(path: Path, config: EngineConfig, isa: str) -> str:
     source = source_fingerprint(files)
     formats = f"{config.kv_dtype} {config.block_size} {config.activations}"
     return f"{source} {formats} {config.backend} {isa}"
+
+
+def embeds_only(name: str) -> str:
+    """Return what to tell who wants `name`, an encoder, to write."""
+    return (
+        f"{name} embeds texts and writes none: use `paceline embed {name} TEXT`, or "
+        f"`paceline serve {name}` and its /v1/embeddings"
+    )
 
 
 def display_name(model: str) -> str:

@@ -25,6 +25,7 @@ from paceline.server.errors import ApiError
 from paceline.server.schema import parse
 from paceline.server.tokens import check_model
 
+EMBEDDINGS_PATH = "/v1/embeddings"
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000  # of one call
 MAX_WAITING_TOKENS = 1_000_000  # of all calls
@@ -74,6 +75,10 @@ class Embeddings:
         headers = {"x-request-id": request_id(http)}
         return Response(answer, media_type="application/json", headers=headers)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._queue.num_tokens
+
     def close(self) -> None:
         """Fail what waits, free the model's memory. Idempotent."""
         self._queue.close()
@@ -117,7 +122,7 @@ class Embeddings:
         data = []
         for idx, vector in enumerate(vectors):
             raw = np.ascontiguousarray(vector, "<f4")
-            shown = base64.b64encode(raw).decode() if is_base64 else raw.tolist()
+            shown = base64.b64encode(raw.tobytes()).decode() if is_base64 else raw.tolist()
             data.append(_encode({"object": "embedding", "index": idx, "embedding": shown}))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         tail = _encode({"model": self.model.name, "usage": usage})[1:]
@@ -151,7 +156,7 @@ def _are_ids(items: Sequence[Any]) -> bool:
 async def _attended(future: Future[F32], receive: Receive) -> F32:
     """Return the future's result; a client that hangs up meanwhile cancels it. ApiError 499."""
     result = asyncio.wrap_future(future)
-    gone = asyncio.create_task(_disconnect(receive))
+    gone: asyncio.Future[Any] = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():
