@@ -8,7 +8,10 @@ from paceline.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """One continuation of a prompt. `logprobs` is None unless they were asked for."""
+    """One continuation of a prompt. `logprobs` is None unless they were asked for.
+
+    `prompt_logprobs` are those of the prompt's tokens, where they were asked for.
+    """
 
     index: int
     text: str
@@ -18,6 +21,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None
     usage: Usage
     timings: Timings
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -41,6 +45,7 @@ class ChoiceBuilder(Struct):
     _texts: list[str] = field(default_factory=list)
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _prompt_logprobs: tuple[TokenLogprob, ...] = ()
     _last: Delta | None = None
 
     @property
@@ -51,6 +56,7 @@ class ChoiceBuilder(Struct):
         self._texts.append(delta.text)
         self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
+        self._prompt_logprobs += delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._last = delta
 
@@ -69,4 +75,5 @@ class ChoiceBuilder(Struct):
             stop_reason=last.stop_reason,
             usage=last.usage,
             timings=last.timings,
+            prompt_logprobs=self._prompt_logprobs,
         )

@@ -64,7 +64,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     presence penalties, temperature, top_k, top_p, min_p, typical_p. `temperature=0` is greedy;
     `top_k` 0 or -1 is off. `repetition_penalty` counts prompt and output (Keskar 2019, CTRL);
     presence and frequency penalties count the output only. `logprobs=k` returns the chosen token's
-    log-probability and the k most likely ones, from the model's raw logits. `structured` forbids
+    log-probability and the k most likely ones, from the model's raw logits; `prompt_logprobs=k` the
+    same of the prompt's tokens, and then `max_tokens` may be 0. `structured` forbids
     every token that its structure does not allow; the answer ends where nothing more may follow,
     whatever min_tokens says.
     """
@@ -88,6 +89,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
     structured: Structured | None = None
 
@@ -110,15 +112,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             _require(
                 isinstance(value, int) and not isinstance(value, bool), name, value, "an integer"
             )
-        for name in ("max_tokens", "seed", "logprobs"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, int) and not isinstance(value, bool))
             _require(ok, name, value, "an integer")
+        least = 1 if self.prompt_logprobs is None else 0
         _require(
-            self.max_tokens is None or self.max_tokens >= 1,
+            self.max_tokens is None or self.max_tokens >= least,
             "max_tokens",
             self.max_tokens,
-            "at least 1",
+            f"at least {least}",
         )
         _require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or positive")
@@ -136,10 +139,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})",
         )  # fmt: skip
         _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs", self.logprobs, f"between 0 and {MAX_LOGPROBS}",
-        )  # fmt: skip
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 <= value <= MAX_LOGPROBS,
+                name, value, f"between 0 and {MAX_LOGPROBS}",
+            )  # fmt: skip
         _require(
             self.seed is None or -(2**63) <= self.seed < 2**63,
             "seed",
@@ -188,7 +193,10 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """Log-probability of a chosen token, and the most likely alternatives, best first."""
+    """Log-probability of a chosen token, and the most likely alternatives, best first.
+
+    The first token of a prompt follows nothing: its `logprob` is NaN and its `rank` 0.
+    """
 
     token_id: int
     logprob: float
@@ -230,6 +238,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # in the first delta, where asked for
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None

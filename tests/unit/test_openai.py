@@ -116,8 +116,18 @@ def test_what_completions_do_not_do_is_refused_by_name():
     completion(best_of=1, suffix="")
     for field, value in (("best_of", 2), ("suffix", "x"), ("response_format", {"type": "text"})):
         assert refusal(completion, **{field: value}).param == field
-    echo = completion(echo=True, logprobs=1)
-    assert refusal(lambda: sampling_params(echo, {})).param == "echo"
+
+
+def test_an_echo_with_logprobs_scores_the_prompt_and_may_write_nothing():
+    params = sampling_params(completion(echo=True, logprobs=3, max_tokens=0), {})
+    assert (params.prompt_logprobs, params.logprobs, params.max_tokens) == (3, 3, 0)
+    assert sampling_params(completion(echo=True), {}).prompt_logprobs is None
+    assert sampling_params(completion(logprobs=3), {}).prompt_logprobs is None
+    for fields in ({}, {"echo": True}, {"logprobs": 1}):
+        with pytest.raises(ParameterError, match="max_tokens is 0: it must be at least 1"):
+            sampling_params(completion(max_tokens=0, **fields), {})
+    with pytest.raises(ParameterError, match="logprobs is 21"):
+        sampling_params(completion(echo=True, logprobs=21), {})
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

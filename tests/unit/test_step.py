@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from paceline.config import EngineConfig
+from paceline.engine.sampler import unscored
+from paceline.engine.scheduler import MAX_SCORED
 from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.base import MAX_DRAFTED, ROOT, Draft
 from paceline.engine.speculation.verify import root_rows
@@ -24,7 +26,7 @@ def make_sequence(number: int, num_tokens: int, num_computed: int, blocks: list[
 
 def test_limits_are_those_of_the_config_and_the_pool() -> None:
     limits = step_limits(CONFIG, max_model_len=1000, num_blocks=10)
-    assert (limits.max_tokens, limits.max_seqs, limits.max_logit_rows) == (128, 6, 6)
+    assert (limits.max_tokens, limits.max_seqs, limits.max_logit_rows) == (128, 6, 128)
     assert limits.max_blocks_per_seq == 10
     assert step_limits(CONFIG, max_model_len=33, num_blocks=10).max_blocks_per_seq == 3
 
@@ -111,6 +113,19 @@ def test_a_step_of_chains_has_no_tree() -> None:
 
 
 def test_a_step_may_hold_logits_for_every_guess_where_there_are_guesses() -> None:
-    drafting = replace(CONFIG, speculate="ngram")
-    assert step_limits(drafting, 64, 10).max_logit_rows == 6 + MAX_DRAFTED
-    assert step_limits(CONFIG, 64, 10).max_logit_rows == 6
+    roomy = replace(CONFIG, max_batched_tokens=512)
+    drafting = replace(roomy, speculate="ngram")
+    assert step_limits(drafting, 64, 10).max_logit_rows == 6 + MAX_DRAFTED + MAX_SCORED
+    assert step_limits(roomy, 64, 10).max_logit_rows == 6 + MAX_SCORED
+
+
+def test_rows_that_score_prompts_come_behind_the_others() -> None:
+    a, b, c = (make_sequence(i, n, done, [2 * i, 2 * i + 1]) for i, (n, done) in enumerate(
+        [(17, 16), (20, 0), (30, 4)]
+    ))  # fmt: skip
+    b.scores = [unscored(0)]
+    c.scores = [unscored(i) for i in range(8)]  # computed once before: row 7 is the next to score
+    step, ready = StepBuilder(step_limits(CONFIG, 64, 10), 16).build([(a, 1), (b, 20), (c, 6)])
+    assert ready == [a, b]
+    # b's last row samples, its 19 others score; c has rows 21 to 26 of positions 4 to 9.
+    assert step.logit_rows.tolist() == [0, 20, *range(1, 20), 24, 25, 26]

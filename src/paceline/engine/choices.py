@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from paceline.engine.sampler import Sampler, choice_seed, mix
+from paceline.engine.sampler import Sampler, choice_seed, mix, unscored
 from paceline.engine.sequence import Sequence, StreamDecoder
 from paceline.text.stream_decoder import StopMatcher
 from paceline.types import Request, SamplingParams
@@ -72,6 +72,10 @@ class ChoiceMaker(Struct, frozen=True, kw_only=True):
             for index in range(params.n)
         ]
         choices[0].siblings = choices[1:]
+        if params.prompt_logprobs is not None:
+            scores = [unscored(request.prompt_token_ids[0])]
+            for choice in choices:  # one list: the first choice computes the prompt for all
+                choice.scores = scores
         return choices
 
     def _ends(self, params: SamplingParams) -> dict[int, str | int | None]:

@@ -118,7 +118,9 @@ class Engine:
         check_length(
             request, max_model_len=self.max_model_len, num_pool_tokens=self._num_pool_tokens
         )
-        check_ids(request.prompt_token_ids, param="prompt", num_ids=self._num_model_ids)
+        # A token of the head's padding has no text and no log-probability.
+        num_ids = self._num_model_ids if params.prompt_logprobs is None else self._vocab_size
+        check_ids(request.prompt_token_ids, param="prompt", num_ids=num_ids)
         check_ids(params.logit_bias, param="logit_bias", num_ids=self._vocab_size)
         check_ids(params.stop_token_ids, param="stop_token_ids", num_ids=self._vocab_size)
 
@@ -291,6 +293,7 @@ class Engine:
             work_ns=min(max(output.end_ns, built_ns), forward_ns) if output.end_ns else forward_ns,
             forward_ns=forward_ns,
         )
+        self._score(schedule, output.logits)
         for seq, n in schedule.chunks:
             seq.num_computed += n if seq.draft is None else n - len(seq.draft.tokens)
         if any(seq.siblings for seq in seqs):
@@ -322,6 +325,19 @@ class Engine:
             sample_s=(sampled_ns - forward_ns) / 1e9,
             commit_s=(end_ns - sampled_ns) / 1e9,
         )
+
+    def _score(self, schedule: Schedule, logits: F32) -> None:
+        """Keep the log-probabilities of the prompts that want them; their rows are the last."""
+        wanted = [(seq, seq.unscored(n)) for seq, n in schedule.chunks if not seq.is_scored]
+        row = len(logits) - sum(len(positions) for _, positions in wanted)
+        for seq, positions in wanted:
+            rows = list(range(row, row + len(positions)))
+            row += len(positions)
+            token_ids = [seq.token_ids[p + 1] for p in positions]
+            num_top = seq.request.params.prompt_logprobs
+            assert seq.scores is not None
+            assert num_top is not None
+            seq.scores += self._sampler.score(logits, rows, token_ids, num_top)
 
     def _verify(self, logits: F32, following: list[tuple[Sequence, int]]) -> None:
         """Choose the tokens after those that drafts foresaw, from the drafts' rows."""
@@ -363,6 +379,10 @@ class Engine:
     ) -> None:
         for seq, token_id, detail in zip(seqs, ids, details, strict=True):
             if seq.state is State.FINISHED:  # its sink failed on another choice
+                continue
+            if seq.request.params.max_tokens == 0:
+                seq.finish_reason = "length"
+                self._requests.end(seq)
                 continue
             if token_id < 0:
                 self._requests.fail_to_choose(seq, token_id)

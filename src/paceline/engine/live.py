@@ -70,8 +70,13 @@ class LiveRequests:
             text=text,
             token_ids=(token_id,),
             logprobs=logprobs,
+            prompt_logprobs=seq.take_scores(),
         )
         self._send(self._live[seq.request.id], delta)
+
+    def end(self, seq: Sequence) -> None:
+        """Tell of the end of a choice of no tokens. Precondition: `finish_reason` is set."""
+        self._end(seq)
 
     def fail_to_choose(self, seq: Sequence, token_id: int) -> None:
         """End a sequence for which the sampler had no token."""
@@ -139,6 +144,7 @@ class LiveRequests:
             text=text,
             token_ids=token_ids,
             logprobs=logprobs,
+            prompt_logprobs=() if error is not None else seq.take_scores(),
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             error=error,

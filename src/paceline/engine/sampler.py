@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 import paceline._native as native
 from paceline.backends.base import F32
+from paceline.errors import BackendError
 from paceline.types import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -93,6 +95,28 @@ class Sampler:
         )
         return state
 
+    def score(
+        self, logits: F32, rows: list[int], token_ids: list[int], num_top: int
+    ) -> list[TokenLogprob]:
+        """Return the raw log-probability of each given token in its row of logits.
+
+        A bias makes it the row's choice, so the numbers are those of a token that is generated.
+        Raises BackendError where logits are not finite.
+        """
+        states = [self._forced(token_id, num_top) for token_id in token_ids]
+        ids, details = self.sample(logits, rows, states)
+        if ids != token_ids:
+            raise BackendError(describe_failure(-1))
+        return [token_logprob(i, detail) for i, detail in zip(ids, details, strict=True) if detail]
+
+    def _forced(self, token_id: int, num_top: int) -> SamplerState:
+        state: SamplerState = native.SamplerState(
+            seed=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, repetition=1.0,
+            presence=0.0, frequency=0.0, bias=[(token_id, _HUGE)], bad_words=[], end_ids=[],
+            min_tokens=0, num_logprobs=num_top, prompt=[],
+        )  # fmt: skip
+        return state
+
     def sample(
         self,
         logits: F32,
@@ -126,6 +150,11 @@ def describe_failure(token_id: int) -> str:
 def forbidding_param(params: SamplingParams) -> str | None:
     """Return which of `params` can forbid a token beside a structure: a bias never does."""
     return next((name for name in ("bad_words", "min_tokens") if getattr(params, name)), None)
+
+
+def unscored(token_id: int) -> TokenLogprob:
+    """Return what is said of a prompt's first token, which follows nothing."""
+    return TokenLogprob(token_id=token_id, logprob=math.nan, rank=0)
 
 
 def token_logprob(

@@ -14,6 +14,7 @@ from paceline.policies.base import Budget, Policy
 if TYPE_CHECKING:
     from paceline.engine.kv_tier import U8
 
+MAX_SCORED = 128  # logit rows of a step that score prompts: they take memory and time
 _NOTHING = Match([], 0)
 
 
@@ -45,6 +46,7 @@ class Scheduler:
       preempted, so every schedule makes progress.
     - Sequences that need one token get it first; what is left of the budget goes to those that
       catch up.
+    - A sequence whose prompt is scored computes all of it, in chunks of MAX_SCORED tokens.
     - With a prefix cache a sequence begins after what is known of its tokens, and may wait for a
       sequence ahead that computes the same prefix; it does not hold up those behind it then.
     """
@@ -137,7 +139,9 @@ class Scheduler:
             elif is_closed or num_wanted >= self._max_tokens:
                 continue
             else:
-                match = _NOTHING if self.cache is None else self.cache.match(seq, schedule.start_ns)
+                match = _NOTHING
+                if self.cache is not None and seq.is_scored:  # or the prompt's logits are wanted
+                    match = self.cache.match(seq, schedule.start_ns)
                 if match.is_coming:
                     continue
                 if not self._admit(seq, match, order, position, schedule):
@@ -222,6 +226,7 @@ class Scheduler:
 
     def _give_tokens(self, order: list[Sequence], schedule: Schedule) -> None:
         budget = Budget(self._max_tokens)
+        num_scored_left = MAX_SCORED
         behind: list[Sequence] = []
         for seq in order:
             if seq.state is not State.RUNNING:
@@ -238,6 +243,11 @@ class Scheduler:
             num_tokens = min(self.policy.quota(seq, budget), len(seq.token_ids) - seq.num_computed)
             if num_tokens <= 0 and not schedule.chunks:
                 num_tokens = 1  # no policy can stop the engine
+            if seq.scores is not None:
+                if len(seq.unscored(num_tokens)) > num_scored_left:
+                    num_known = max(0, len(seq.scores) - 1 - seq.num_computed)
+                    num_tokens = num_known + num_scored_left
+                num_scored_left -= len(seq.unscored(num_tokens))
             if num_tokens > 0:
                 schedule.chunks.append((seq, num_tokens))
                 budget.num_left -= num_tokens

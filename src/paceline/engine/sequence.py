@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct, field
 
 from paceline.engine.sampler import SamplerState
-from paceline.types import FinishReason, Request, Timings, Usage
+from paceline.types import FinishReason, Request, Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from paceline.engine.masks import GrammarState
@@ -74,6 +74,8 @@ class Sequence(Struct, eq=False, kw_only=True):
     draft: Draft | None = None  # guesses that this step checks
     num_drafted: int = 0  # guesses checked so far
     num_accepted: int = 0  # and those that were right
+    scores: list[TokenLogprob] | None = None  # of the prompt so far; None: not asked for
+    has_told_scores: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     scheduled_ns: int = 0
@@ -88,6 +90,25 @@ class Sequence(Struct, eq=False, kw_only=True):
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def unscored(self, num_tokens: int) -> range:
+        """Return the positions in the next chunk whose logits score a token of the prompt."""
+        if self.scores is None:
+            return range(0)
+        begin = max(self.num_computed, len(self.scores) - 1)
+        return range(begin, min(self.num_computed + num_tokens, self.num_prompt - 1))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing is left of the prompt to score, or nothing was asked for."""
+        return self.scores is None or len(self.scores) >= self.num_prompt
+
+    def take_scores(self) -> tuple[TokenLogprob, ...]:
+        """Return the prompt's scores the first time, then none."""
+        if self.scores is None or self.has_told_scores:
+            return ()
+        self.has_told_scores = True
+        return tuple(self.scores)
 
     def append_token(self, token_id: int, now_ns: int) -> str:
         """Take a chosen token; return the text that it makes safe to show.

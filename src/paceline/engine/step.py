@@ -6,6 +6,7 @@ import numpy as np
 
 from paceline.backends.base import I32, U64, StepInput, StepLimits
 from paceline.config import EngineConfig
+from paceline.engine.scheduler import MAX_SCORED
 from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.base import MAX_DRAFTED, Draft
 
@@ -16,7 +17,9 @@ def step_limits(config: EngineConfig, max_model_len: int, num_blocks: int) -> St
     num_drafted = 0 if config.speculate == "off" else MAX_DRAFTED
     return StepLimits(
         max_tokens=config.max_batched_tokens,
-        max_logit_rows=min(config.max_num_seqs + num_drafted, config.max_batched_tokens),
+        max_logit_rows=min(
+            config.max_num_seqs + num_drafted + MAX_SCORED, config.max_batched_tokens
+        ),
         max_seqs=min(config.max_num_seqs, config.max_batched_tokens),
         max_blocks_per_seq=-(-max_len // config.block_size),
     )
@@ -45,7 +48,8 @@ class StepBuilder:
 
         Those are the sequences that are known to their last token after the step. The rows of the
         logits are theirs in order: one each, and after it one for each node of its draft, whose
-        rows count in n. Precondition: chunks of one token come first.
+        rows count in n; behind them come the rows that score prompts, `unscored` of each chunk in
+        order. Precondition: chunks of one token come first.
         """
         num_single = 0
         for _, n in chunks:
@@ -71,6 +75,9 @@ class StepBuilder:
             if seq.num_computed + n - num_drafted == len(seq.token_ids):
                 finished.append(seq)
                 logit_rows.extend(range(row - 1 - num_drafted, row))
+        for (seq, n), first in zip(chunks, self._seqs[:, 0], strict=False):
+            if seq.scores is not None:
+                logit_rows += [int(first) + p - seq.num_computed for p in seq.unscored(n)]
         num_seqs, num_logit_rows = len(chunks), len(logit_rows)
         self._logit_rows[:num_logit_rows] = logit_rows
         step = StepInput(

@@ -118,7 +118,8 @@ class Formatter:
                 body["message"], finish_reason = self._message(index, choice)
             else:
                 body["text"] = (self._prefixes[index] if self._prefixes else "") + choice.text
-            body["logprobs"] = self._logprobs(index, choice.logprobs or ())
+            scores = choice.prompt_logprobs + (choice.logprobs or ())
+            body["logprobs"] = self._logprobs(index, scores)
             body["finish_reason"] = finish_reason
             objects.append(body)
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -141,10 +142,10 @@ class Formatter:
         finish_reason: str | None = delta.finish_reason
         if self._new_reader is not None:
             written, finish_reason = self._read(index, delta)
-        elif delta.text or (self._wants_logprobs and delta.logprobs):
+        elif delta.text or (self._wants_logprobs and (delta.logprobs or delta.prompt_logprobs)):
             text = _encode(delta.text)
             body = b'"delta":{"content":' + text + b"}" if self._is_chat else b'"text":' + text
-            written = self._chunk(index, body, b"null", delta.logprobs)
+            written = self._chunk(index, body, b"null", delta.prompt_logprobs + delta.logprobs)
         if finish_reason is not None:
             body = b'"delta":{}' if self._is_chat else b'"text":""'
             written += self._chunk(index, body, _encode(finish_reason))
@@ -240,8 +241,8 @@ class Formatter:
         self._offsets[index] = offset
         return {
             "tokens": tokens,
-            "token_logprobs": [_floor(item.logprob) for item in logprobs],
-            "top_logprobs": [self._top(item) for item in logprobs],
+            "token_logprobs": [_floor(item.logprob) if item.rank else None for item in logprobs],
+            "top_logprobs": [self._top(item) if item.rank else None for item in logprobs],
             "text_offset": offsets,
         }
 

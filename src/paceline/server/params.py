@@ -43,6 +43,8 @@ def sampling_params(
     given["max_tokens"] = _max_tokens(request)
     given["logprobs"] = _num_logprobs(request)
     given["structured"] = _structured(request)
+    if isinstance(request, CompletionRequest) and request.echo:
+        given["prompt_logprobs"] = request.logprobs
     chosen = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(**{**defaults, **chosen})
 
@@ -68,11 +70,6 @@ def _max_tokens(request: ChatRequest | CompletionRequest) -> int | None:
 
 def _num_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
-        if request.echo and request.logprobs is not None:
-            raise ApiError(
-                400, "logprobs of an echoed prompt are not supported: leave out echo or logprobs",
-                param="echo", code="unsupported_parameter",
-            )  # fmt: skip
         return request.logprobs
     if request.top_logprobs is None:
         return 0 if request.logprobs else None
