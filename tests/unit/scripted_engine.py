@@ -88,6 +88,7 @@ def make_request(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    tenant: str = "",
 ) -> Request:
     params = params or SamplingParams(temperature=0, max_tokens=8)
     return Request(
@@ -96,6 +97,7 @@ def make_request(
         params=params,
         priority=priority,
         cache_salt=cache_salt,
+        tenant=tenant,
     )
 
 

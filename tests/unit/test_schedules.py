@@ -74,6 +74,7 @@ def requests(draw: st.DrawFn, request_id: str) -> Request:
         SamplingParams(**options),
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from(["", "", "", "another tenant"])),
+        tenant=draw(st.sampled_from(["", "", "b", "c"])),
     )
 
 

@@ -43,7 +43,9 @@ def create_app(
     """
     reports = Reports(loaded, observers)
     life = life or Life()
-    answers = Answers(loaded, reports, limits or Limits())
+    answers = Answers(
+        loaded, reports, limits or Limits(), num_tenants=1 if keys is None else keys.num_tenants
+    )
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
