@@ -176,6 +176,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
     Requests share the computation of a common prefix only where their `cache_salt` is the same.
     Tenants (a server's API keys) share the engine fairly (`paceline.policies.turns`).
+    `pin` names a pin that is to hold the prompt's blocks (`paceline.engine.pins`).
     `grammar` is `params.structured`, compiled (`LoadedModel.grammar`).
     """
 
@@ -185,6 +186,7 @@ class Request(Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    pin: str = ""
     arrival_ns: int = 0
     grammar: Grammar | None = None
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.engine.engine import Engine
 from paceline.engine.kv_tier import KVTier
 from paceline.engine.sampler import choice_seed
+from paceline.errors import ParameterError
 from paceline.types import Request, SamplingParams
 from tests.unit.scripted_engine import VOCAB, Answers, make_engine, make_request, run
 
@@ -75,6 +77,7 @@ def requests(draw: st.DrawFn, request_id: str) -> Request:
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from(["", "", "", "another tenant"])),
         tenant=draw(st.sampled_from(["", "", "b", "c"])),
+        pin=draw(st.sampled_from(["", "", "", "p", "q"])),
     )
 
 
@@ -119,6 +122,15 @@ def test_every_choice_equals_its_run_alone_and_the_books_close(schedule: Schedul
     check(schedule, {arrival.request.id: alone(arrival.request) for arrival in schedule.arrivals})
 
 
+def submit(engine: Engine, request: Request, answers: Answers) -> None:
+    """Submit `request`, without its pin where there is no room for that."""
+    try:
+        engine.check(request)
+    except ParameterError:
+        request = replace(request, pin="")
+    engine.submit(request, answers)
+
+
 def check(
     schedule: Schedule, expected: dict[str, list[tuple[object, ...]]], **options: Any
 ) -> Engine:
@@ -133,7 +145,7 @@ def check(
     step = 0
     while True:
         while pending and pending[0].step <= step:
-            engine.submit(pending.pop(0).request, answers)
+            submit(engine, pending.pop(0).request, answers)
         for arrival in schedule.arrivals:
             if arrival.abort_step is not None and arrival.step + arrival.abort_step == step:
                 engine.abort(arrival.request.id)
@@ -146,6 +158,10 @@ def check(
             assert not engine.stats().num_waiting
             if not pending:
                 break
+    for name in engine.pins():
+        engine.unpin(name)
+    engine.step()
+    engine.check_integrity()
     assert engine.stats().num_live_blocks == 0
     for arrival in schedule.arrivals:
         request = arrival.request

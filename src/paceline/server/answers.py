@@ -165,6 +165,7 @@ class Answers:
                 priority=priority(request),
                 cache_salt=salt,
                 tenant=tenant(http.scope),
+                pin=call.id if asked.pins else "",
                 arrival_ns=arrival_ns,
                 grammar=grammar,
             )

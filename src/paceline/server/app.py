@@ -18,12 +18,14 @@ from paceline.server.body import request_id
 from paceline.server.door import Door, Keys, Life
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.page.routes import add_page
+from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
 from paceline.server.tokens import TokenRoutes
 
-_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+_PREFIXES = "/v1/cache/prefixes"
+_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", _PREFIXES})
 
 
 def create_app(
@@ -48,6 +50,7 @@ def create_app(
     )
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
+    prefixes = PrefixRoutes(loaded, answers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -60,6 +63,9 @@ def create_app(
         ("/v1/models/{name:path}", "GET", status.model),
         ("/v1/chat/completions", "POST", answers.chat),
         ("/v1/completions", "POST", answers.completions),
+        (_PREFIXES, "POST", prefixes.create),
+        (_PREFIXES, "GET", prefixes.pinned),
+        (_PREFIXES + "/{name}", "DELETE", prefixes.unpin),
         ("/v1/requests/{key}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
         ("/v1/paceline/live", "GET", reports.live),

@@ -71,6 +71,10 @@ class Asked(Protocol):
     def id_prefix(self) -> str:
         """What the answer's id begins with."""
 
+    @property
+    def pins(self) -> bool:
+        """Whether the prompt's blocks are to stay in the prefix cache."""
+
     def writer(self, frame: Frame) -> Writer: ...
 
     def in_its_words(self, error: PacelineError) -> PacelineError:
