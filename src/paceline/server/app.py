@@ -17,13 +17,14 @@ from paceline.server.answers import Answers
 from paceline.server.body import request_id
 from paceline.server.door import Door, Keys, Life
 from paceline.server.errors import ApiError, as_api_error, error_response
+from paceline.server.messages.routes import MessageRoutes
 from paceline.server.page.routes import add_page
 from paceline.server.reports import Observer, Reports
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
 from paceline.server.tokens import TokenRoutes
 
-_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
 
 
 def create_app(
@@ -46,6 +47,7 @@ def create_app(
     answers = Answers(loaded, reports, limits or Limits())
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
+    messages = MessageRoutes(loaded, answers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -58,6 +60,8 @@ def create_app(
         ("/v1/models/{name:path}", "GET", status.model),
         ("/v1/chat/completions", "POST", answers.chat),
         ("/v1/completions", "POST", answers.completions),
+        ("/v1/messages", "POST", messages.create),
+        ("/v1/messages/count_tokens", "POST", messages.count_tokens),
         ("/v1/requests/{key}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
         ("/v1/paceline/live", "GET", reports.live),
@@ -72,15 +76,18 @@ def create_app(
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:
-        return error_response(as_api_error(error), {"x-request-id": request_id(http)})
+        name = {"x-request-id": request_id(http)}
+        return error_response(as_api_error(error), name, path=http.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
         message = f"{http.method} {http.url.path}: {error.detail}"
-        return error_response(ApiError(error.status_code, message), dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        return error_response(ApiError(error.status_code, message), headers, path=http.url.path)
 
     @app.exception_handler(Exception)
     async def on_bug(http: HttpRequest, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed on this request; its log says why"))
+        bug = ApiError(500, "the server failed on this request; its log says why")
+        return error_response(bug, path=http.url.path)
 
     return app
