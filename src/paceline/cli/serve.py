@@ -111,6 +111,8 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
 
+    Anthropic's clients find /v1/messages: set their ANTHROPIC_BASE_URL to http://localhost:8000.
+
     A browser finds a page at /: a chat, and where its time goes. /health says what the engine
     is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an
     answer went.

@@ -56,7 +56,7 @@ MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told t
 STOP_TIMEOUT_S = 5.0
 # Parsing and tokenising a body up to this size takes well under a millisecond; a longer one goes
 # to a thread, so that it does not hold up the streams of others.
-_INLINE_BODY_BYTES = 4096
+INLINE_BODY_BYTES = 4096
 
 Read = Callable[[bytes], Asked]
 
@@ -67,6 +67,7 @@ class Prepared(Struct, frozen=True):
     asked: Asked
     params: SamplingParams
     prompts: list[list[int]]
+    use: ToolUse | None = None
 
 
 class Answers:
@@ -126,12 +127,17 @@ class Answers:
             check_stream_options(request)
             params = sampling_params(request, self._loaded.default_params)
             if isinstance(request, ChatRequest):
-                return Prepared(asked, params, self._encode_chat(request, call))
+                use = tool_use(
+                    request.tools, request.tool_choice, request.parallel_tool_calls,
+                    wants_objects=asked.wants_objects,
+                )  # fmt: skip
+                return Prepared(asked, params, self._encode_chat(request, use, call), use)
             return Prepared(asked, params, self._encode_prompts(request, call))
 
-    def _encode_chat(self, request: ChatRequest, call: Call) -> list[list[int]]:
+    def _encode_chat(
+        self, request: ChatRequest, use: ToolUse | None, call: Call
+    ) -> list[list[int]]:
         call.lap(Part.PARSE)
-        use = self._tool_use(request)
         ids = self._loaded.encode_chat(
             request.messages,
             tools=use.objects if use else (),
@@ -151,7 +157,7 @@ class Answers:
         assert self._outbox is not None
         asked, params, prompts = prepared.asked, prepared.params, prepared.prompts
         request = asked.request
-        grammar = await self._compile(request, params, call)
+        grammar = await self._compile(prepared, call)
         wants_figures = self._wants_figures(request, http)
         call.id = asked.id_prefix + uuid.uuid4().hex
         writer = asked.writer(self._frame(prepared, call, wants_figures=wants_figures))
@@ -195,15 +201,13 @@ class Answers:
             params=prepared.params,
             num_prompt_tokens=sum(map(len, prompts)),
             prefixes=self._prefixes(request, prompts, prepared.params),
-            new_reader=self._new_reader(request),
+            new_reader=self._new_reader(prepared.use),
             figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
 
-    async def _compile(
-        self, request: ApiRequest, params: SamplingParams, call: Call
-    ) -> Grammar | None:
+    async def _compile(self, prepared: Prepared, call: Call) -> Grammar | None:
         """Return the grammar of a structured answer. It is made on a thread of its own."""
-        use = self._tool_use(request)
+        request, params, use = prepared.asked.request, prepared.params, prepared.use
         tools = request.tools or () if isinstance(request, ChatRequest) else ()
         if params.structured is None and not tools:
             return None
@@ -223,14 +227,9 @@ class Answers:
         call.lap(Part.GRAMMAR)
         return grammar
 
-    def _tool_use(self, request: ApiRequest) -> ToolUse | None:
-        if isinstance(request, CompletionRequest):
-            return None
-        return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-
-    def _new_reader(self, request: ApiRequest) -> Callable[[], ToolReader] | None:
+    def _new_reader(self, use: ToolUse | None) -> Callable[[], ToolReader] | None:
         """Return what makes the readers of answers that may hold calls; None if none may."""
-        use, template = self._tool_use(request), self._loaded.template
+        template = self._loaded.template
         if use is None or template is None:
             return None
         style, names = tool_style(template.source), use.names
@@ -260,7 +259,7 @@ class Answers:
         return is_wanted
 
     async def _prepare(self, read: Read, body: bytes, call: Call) -> Prepared:
-        if len(body) <= _INLINE_BODY_BYTES:
+        if len(body) <= INLINE_BODY_BYTES:
             return self._read(read, body, call)
 
         def work() -> Prepared:

@@ -17,6 +17,7 @@ from paceline.server.answers import Answers
 from paceline.server.body import request_id
 from paceline.server.door import Door, Keys, Life
 from paceline.server.errors import ApiError, as_api_error, error_response
+from paceline.server.messages.routes import MessageRoutes
 from paceline.server.page.routes import add_page
 from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
@@ -25,7 +26,7 @@ from paceline.server.timekeeping import Timekeeping
 from paceline.server.tokens import TokenRoutes
 
 _PREFIXES = "/v1/cache/prefixes"
-_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", _PREFIXES})
+_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", _PREFIXES})
 
 
 def create_app(
@@ -50,6 +51,7 @@ def create_app(
     )
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
+    messages = MessageRoutes(loaded, answers)
     prefixes = PrefixRoutes(loaded, answers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
@@ -63,6 +65,8 @@ def create_app(
         ("/v1/models/{name:path}", "GET", status.model),
         ("/v1/chat/completions", "POST", answers.chat),
         ("/v1/completions", "POST", answers.completions),
+        ("/v1/messages", "POST", messages.create),
+        ("/v1/messages/count_tokens", "POST", messages.count_tokens),
         (_PREFIXES, "POST", prefixes.create),
         (_PREFIXES, "GET", prefixes.pinned),
         (_PREFIXES + "/{name}", "DELETE", prefixes.unpin),
@@ -80,15 +84,18 @@ def create_app(
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:
-        return error_response(as_api_error(error), {"x-request-id": request_id(http)})
+        name = {"x-request-id": request_id(http)}
+        return error_response(as_api_error(error), name, path=http.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
         message = f"{http.method} {http.url.path}: {error.detail}"
-        return error_response(ApiError(error.status_code, message), dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        return error_response(ApiError(error.status_code, message), headers, path=http.url.path)
 
     @app.exception_handler(Exception)
     async def on_bug(http: HttpRequest, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed on this request; its log says why"))
+        bug = ApiError(500, "the server failed on this request; its log says why")
+        return error_response(bug, path=http.url.path)
 
     return app

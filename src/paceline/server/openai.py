@@ -266,6 +266,10 @@ class OpenAIAsked(msgspec.Struct, frozen=True):
     def pins(self) -> bool:
         return False
 
+    @property
+    def wants_objects(self) -> bool:
+        return False
+
     def writer(self, frame: Frame) -> Formatter:
         options = self.request.stream_options
         counts_up = bool(options and options.continuous_usage_stats)

@@ -63,6 +63,10 @@ class PrefixAsked(msgspec.Struct, frozen=True):
     def pins(self) -> bool:
         return self.given.pin
 
+    @property
+    def wants_objects(self) -> bool:
+        return False
+
     def writer(self, frame: Frame) -> PrefixWriter:
         return PrefixWriter(self, frame)
 
