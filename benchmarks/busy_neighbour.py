@@ -119,6 +119,17 @@ def _ratio(above: list[float], below: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
 
 
+def _told(row: dict[str, Any], num_threads: int) -> str:
+    ms = {key: f"{row[key]['median']:.1f} ms" for key in row if key.endswith("_ms")}
+    beside = row["several_over_one_beside"]
+    return (
+        f"alone: {ms['alone_one_ms']} with one thread, {ms['alone_several_ms']} with {num_threads} "
+        f"({row['speedup_alone']['median']:.2f}x faster); beside the neighbour: "
+        f"{ms['beside_one_ms']} and {ms['beside_several_ms']}, {beside['median']:.2f} of one "
+        f"thread's time ({beside['least']:.2f} to {beside['greatest']:.2f})"
+    )
+
+
 def _load(model: str, num_threads: int) -> LoadedModel:
     return load_model(
         model,
@@ -139,15 +150,7 @@ def main() -> None:
     with neighbour(core) as spinner:
         for name, measure in (("decode", decode_step_s), ("prefill", prefill_s)):
             row = rows[name] = compare(engines, measure, spinner, args.rounds)
-            beside, alone = row["several_over_one_beside"], row["speedup_alone"]
-            print(
-                f"{name:8} one thread {row['alone_one_ms']['median']:.1f} ms, {args.threads} threads "
-                f"{row['alone_several_ms']['median']:.1f}; beside the neighbour "
-                f"{row['beside_one_ms']['median']:.1f} and {row['beside_several_ms']['median']:.1f}: "
-                f"{beside['median']:.2f} of one thread's time ({beside['least']:.2f} to "
-                f"{beside['greatest']:.2f}); alone {alone['median']:.2f}x faster",
-                file=sys.stderr,
-            )
+            print(f"{name:8} {_told(row, args.threads)}", file=sys.stderr)
     result = {
         "benchmark": "busy_neighbour",
         "version": __version__,
