@@ -126,6 +126,48 @@ def test_a_stream_blames_the_prompt_that_slowed_it():
     assert_closes(prompt)
 
 
+def test_a_step_of_decodes_is_booked_once_for_all_of_them(monkeypatch):
+    engine, _ = make(clock=TickingClock(), max_num_seqs=16, max_batched_tokens=64)
+    booked, spend = [], Ledger.spend
+    monkeypatch.setattr(
+        Ledger, "spend", lambda self, part, ns: booked.append(self) or spend(self, part, ns)
+    )
+    num_booked = []
+    for count in (1, 15):
+        answers = Answers()
+        for number in range(count):
+            engine.submit(make_request(str(number), (1, 2), greedy(12)), answers)
+        for _ in range(6):
+            booked.clear()
+            engine.step()
+        num_booked.append(len(booked))
+        finish(engine)
+        for ledger in ledgers(answers).values():
+            assert_closes(ledger)
+            assert (ledger.share, ledger.num_steps) == (None, 12)
+    assert num_booked[0] == num_booked[1] > 0
+
+
+def test_a_reader_sees_what_decoders_share_in_the_ledger_of_each():
+    engine, clock = make(clock=TickingClock(), max_batched_tokens=64)
+    answers = Answers()
+    for name in ("a", "b"):
+        engine.submit(make_request(name, (1, 2, 3), greedy(20)), answers)
+    for steps in range(1, 6):
+        engine.step()
+        for name in ("a", "b"):
+            [seq] = engine.running(name)
+            seen = seq.ledger.so_far(clock.now_ns + 5)
+            assert sum(seen.ns) == engine._recorder.log.since(0)[-1].end_ns - seen.begin_ns
+            assert (seen.num_steps, seen.last_step, seen.share) == (steps, steps - 1, None)
+    assert seq.ledger.share is not None
+    engine.submit(make_request("c", (1,) * 40, greedy(2)), answers)
+    finish(engine)
+    for name, ledger in ledgers(answers).items():
+        assert_closes(ledger)
+        assert ("c" in ledger.blame) == (name != "c")
+
+
 def test_waiting_for_kv_memory_is_told_from_waiting_for_a_seat():
     def waits(**options):
         engine, _ = make(max_batched_tokens=16, **options)
