@@ -135,6 +135,23 @@ def check(
     schedule: Schedule, expected: dict[str, list[tuple[object, ...]]], **options: Any
 ) -> Engine:
     """Run a schedule; every choice has the outcome expected of it, or its beginning if aborted."""
+    engine, answers, aborted = play(schedule, **options)
+    for arrival in schedule.arrivals:
+        request = arrival.request
+        for index, outcome in enumerate(expected[request.id]):
+            answer = answers[request.id, index]
+            if answer.end.finish_reason == "abort":
+                assert request.id in aborted
+                tokens = outcome[1]
+                assert isinstance(tokens, tuple)
+                assert answer.token_ids == tokens[: len(answer.token_ids)]
+            else:
+                assert answer.outcome() == outcome
+    return engine
+
+
+def play(schedule: Schedule, **options: Any) -> tuple[Engine, Answers, set[str]]:
+    """Run a schedule to its end; return the answers, and the requests that were aborted."""
     engine = make_engine(max_model_len=MAX_LEN, **schedule.engine, **options)
     if schedule.has_tier:
         assert engine._cache is not None
@@ -163,15 +180,4 @@ def check(
     engine.step()
     engine.check_integrity()
     assert engine.stats().num_live_blocks == 0
-    for arrival in schedule.arrivals:
-        request = arrival.request
-        for index, outcome in enumerate(expected[request.id]):
-            answer = answers[request.id, index]
-            if answer.end.finish_reason == "abort":
-                assert request.id in aborted
-                tokens = outcome[1]
-                assert isinstance(tokens, tuple)
-                assert answer.token_ids == tokens[: len(answer.token_ids)]
-            else:
-                assert answer.outcome() == outcome
-    return engine
+    return engine, answers, aborted

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import Struct
+
 from paceline.measure.ledger import Ledger, Part
 from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
+
+# Readers in other threads are so far behind at most, and a step longer than the second.
+MAX_NOTED = 16  # steps
+MAX_NOTED_NS = 100_000_000
 
 if TYPE_CHECKING:
     from paceline.engine.scheduler import Schedule
@@ -24,6 +30,20 @@ class _Alone(NamedTuple):
     chunk: Chunk
 
 
+class _Plain(Struct, gc=False):
+    """A step like the one before it: what there is to book of it."""
+
+    schedule: Schedule
+    scheduled_ns: int
+    built_ns: int
+    work_ns: int
+    forward_ns: int
+    sampled_ns: int = 0
+    num_sampled: int = 0
+    last_token_ns: int = 0  # of its sequences, before the step
+    end_ns: int = 0
+
+
 class StepRecorder:
     """Divides each step among its sequences, and keeps the latest steps and running totals.
 
@@ -33,6 +53,8 @@ class StepRecorder:
 
     Sequences that decode one token a step all spend a step alike. It is booked once for all of
     them, in a common ledger in which theirs have a share until something happens to them alone.
+    Such steps are noted, and up to MAX_NOTED are booked together: after a step the caches are full
+    of weights, so that the first booking takes ten times what the next ones do.
     """
 
     def __init__(self, work: StepWork | None = None) -> None:
@@ -49,6 +71,9 @@ class StepRecorder:
         self._scheduled: list[tuple[Sequence, int]] = []
         self._alone: list[_Alone] = []
         self._is_in_step = False
+        self._noted: list[_Plain] = []
+        self._contexts: list[int] = []  # of the sequences, in the first of those steps
+        self._plain: _Plain | None = None  # the step in progress, while it is like the one before
         # Time in which the queue's head lacked KV memory, up to the last schedule.
         self._short_ns = 0
         self._is_short = False
@@ -62,6 +87,41 @@ class StepRecorder:
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
+        if (
+            schedule.chunks == self._all_sharing
+            and schedule.is_short_of_kv == self._is_short
+            and not schedule.draft_ns
+        ):
+            if not self._noted:
+                self._contexts = [seq.num_computed for seq, _ in schedule.chunks]
+            self._plain = _Plain(schedule, scheduled_ns, built_ns, work_ns, forward_ns)
+            return
+        self.settle()
+        self._ran(schedule, scheduled_ns, built_ns, work_ns, forward_ns)
+        self._count_work(*self.counters.count_work(schedule.chunks))
+
+    def settle(self) -> None:
+        """Book what is only noted. For the engine's thread, or while there is none."""
+        noted, self._noted = self._noted, []
+        if self._plain is not None:
+            noted.append(self._plain)
+            self._plain = None
+        for num_before, step in enumerate(noted):
+            self._ran(step.schedule, step.scheduled_ns, step.built_ns, step.work_ns,
+                      step.forward_ns)  # fmt: skip
+            contexts = [context + num_before for context in self._contexts]
+            self._count_work(*self.counters.count_decodes(contexts))
+            if step.sampled_ns:
+                self._book_sampled(step.sampled_ns, step.num_sampled, step.last_token_ns)
+            if step.end_ns:
+                self._book_end(step.end_ns)
+
+    def _count_work(self, num_keys: int, kv_bytes: int) -> None:
+        self._record.num_keys, self._record.kv_bytes = num_keys, kv_bytes
+
+    def _ran(
+        self, schedule: Schedule, scheduled_ns: int, built_ns: int, work_ns: int, forward_ns: int
+    ) -> None:
         start_ns = schedule.start_ns
         if self._is_short:
             self._short_ns += start_ns - self._schedule_ns
@@ -91,12 +151,11 @@ class StepRecorder:
             ledger.spend(Part.GIL_WAIT, forward_ns)
             ledger.last_step = number
             ledger.num_steps += 1
-        num_keys, kv_bytes = self.counters.count_work(schedule.chunks)
         self._is_in_step = True
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            num_keys=num_keys, kv_bytes=kv_bytes, draft_ns=schedule.draft_ns, chunks=chunks,
+            draft_ns=schedule.draft_ns, chunks=chunks,
         )  # fmt: skip
 
     def _sort(self, schedule: Schedule, built_ns: int) -> tuple[Chunk, ...]:
@@ -132,11 +191,13 @@ class StepRecorder:
             ledger.spend(Part.CACHE_LOOKUP, min(start_ns + spent_ns, built_ns))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
+        self.settle()
         child.ledger = _ledger(parent).fork()
         chunk = next(alone.chunk for alone in self._alone if alone.seq is parent)
         self._alone.append(_Alone(child, child.ledger, chunk))
 
     def masked(self, now_ns: int) -> None:
+        self.settle()
         for alone in self._alone:
             alone.ledger.spend(Part.GRAMMAR, now_ns)
         if self._sharing:
@@ -144,19 +205,31 @@ class StepRecorder:
         self._record.masked_ns = now_ns
 
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
-        self._record.sampled_ns = now_ns
-        self._record.num_sampled = len(seqs)
-        if self._sharing:
-            self._common.spend(Part.SAMPLE, now_ns)
-        observe = self.counters.gap_s.observe
-        if not self._alone:  # all had their last token in the same step
-            observe((now_ns - seqs[0].last_token_ns) / 1e9, len(seqs))
+        plain = self._plain
+        if plain is not None:
+            plain.sampled_ns, plain.num_sampled = now_ns, len(seqs)
+            plain.last_token_ns = seqs[0].last_token_ns
             return
+        if not self._alone:  # all had their last token in the same step
+            self._book_sampled(now_ns, len(seqs), seqs[0].last_token_ns)
+            return
+        self._book_sample(now_ns, len(seqs))
+        observe = self.counters.gap_s.observe
         for seq in seqs:
             if seq not in self._sharing:
                 _ledger(seq).spend(Part.SAMPLE, now_ns)
             if seq.last_token_ns:
                 observe((now_ns - seq.last_token_ns) / 1e9)
+
+    def _book_sampled(self, now_ns: int, num_seqs: int, last_token_ns: int) -> None:
+        self._book_sample(now_ns, num_seqs)
+        self.counters.gap_s.observe((now_ns - last_token_ns) / 1e9, num_seqs)
+
+    def _book_sample(self, now_ns: int, num_seqs: int) -> None:
+        self._record.sampled_ns = now_ns
+        self._record.num_sampled = num_seqs
+        if self._sharing:
+            self._common.spend(Part.SAMPLE, now_ns)
 
     def verified(self, seqs: Seq[Sequence], begin_ns: int, now_ns: int) -> None:
         for seq in seqs:
@@ -172,6 +245,7 @@ class StepRecorder:
     def first_text(self, seq: Sequence, now_ns: int) -> None:
         ledger = seq.ledger
         if ledger is not None and ledger.first_text is None:
+            self.settle()
             self._leave(seq, ledger)
             ledger.spend(Part.DETOKENISE, now_ns)
             ledger.first_text, ledger.first_text_ns = tuple(ledger.ns), now_ns
@@ -180,6 +254,7 @@ class StepRecorder:
         ledger = seq.ledger
         if ledger is None:
             return
+        self.settle()
         self._leave(seq, ledger)
         if seq.finish_reason != "error":
             if self._is_in_step and ledger.last_step == self._record.number:
@@ -198,6 +273,18 @@ class StepRecorder:
                 self._alone.append(_Alone(seq, ledger, chunk))
 
     def committed(self, now_ns: int) -> None:
+        plain = self._plain
+        if plain is None:
+            self._book_end(now_ns)
+            return
+        self._plain = None
+        plain.end_ns = now_ns
+        self._noted.append(plain)
+        since_ns = self._noted[0].schedule.start_ns
+        if len(self._noted) >= MAX_NOTED or now_ns - since_ns > MAX_NOTED_NS:
+            self.settle()
+
+    def _book_end(self, now_ns: int) -> None:
         record, common = self._record, self._common
         record.end_ns, short_ns = now_ns, self._short_until(now_ns)
         if self._sharing:

@@ -173,14 +173,23 @@ class StepCounters:
 
         Precondition: `num_computed` does not count the step yet.
         """
-        num_keys = kv_bytes = 0
-        if self.work is not None:
-            contexts = [seq.num_computed for seq, n in scheduled if n == 1]
-            num_keys, kv_bytes = self.work.decodes(contexts)
-            for seq, n in scheduled if len(contexts) < len(scheduled) else ():
-                if n != 1:
-                    num_keys += self.work.num_keys(seq.num_computed, n)
-                    kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+        num_keys, kv_bytes = self.count_decodes([s.num_computed for s, n in scheduled if n == 1])
+        if self.work is None:
+            return num_keys, kv_bytes
+        for seq, n in scheduled:
+            if n != 1:
+                more_keys = self.work.num_keys(seq.num_computed, n)
+                more_bytes = self.work.kv_bytes(seq.num_computed, n)
+                num_keys, kv_bytes = num_keys + more_keys, kv_bytes + more_bytes
+                self.num_keys += more_keys
+                self.kv_bytes += more_bytes
+        return num_keys, kv_bytes
+
+    def count_decodes(self, contexts: Seq[int]) -> tuple[int, int]:
+        """Do that for one token each of sequences that have so many tokens computed."""
+        if self.work is None:
+            return 0, 0
+        num_keys, kv_bytes = self.work.decodes(contexts)
         self.num_keys += num_keys
         self.kv_bytes += kv_bytes
         return num_keys, kv_bytes
