@@ -6,28 +6,27 @@ from pathlib import Path
 import pytest
 
 from paceline.server.messages.schema import CountRequest, MessageRequest
+from paceline.server.responses.schema import ResponseRequest
 from paceline.server.schema import ChatRequest, CompletionRequest
 
 DOC = Path(__file__).parents[2] / "docs" / "api.md"
-ROW = re.compile(r"^\| `(\w+)` \| (\S+) \| (\S+) \|", re.MULTILINE)
-FIELDS, MESSAGES = "Fields", "Anthropic's Messages API"
+ROW = re.compile(r"^\| `(\w+)` \|(.*)$", re.MULTILINE)
+FIELDS, RESPONSES, MESSAGES = "Fields", "The Responses API", "Anthropic's Messages API"
 
 
 def documented(section: str, column: int) -> dict[str, str]:
     """Return the state of each field by a column of the table in a section."""
-    (text,) = re.findall(
-        rf"^## {section}\n(.*?)(?=^## )", DOC.read_text(), re.MULTILINE | re.DOTALL
-    )
-    rows = ROW.findall(text)
-    states = {row[0]: row[1 + column] for row in rows}
-    assert len(states) == len(rows), "a field has two rows"
-    return {name: state for name, state in states.items() if state != "–"}
+    (text,) = re.findall(rf"(?ms)^## {section}\n(.*?)(?=^## )", DOC.read_text())
+    rows = [(name, cells.split("|")[column].strip()) for name, cells in ROW.findall(text)]
+    assert len(dict(rows)) == len(rows), "a field has two rows"
+    return {name: state for name, state in rows if state != "–"}
 
 
 @pytest.mark.parametrize(
     ("section", "column", "kind"),
     [
         (FIELDS, 0, ChatRequest), (FIELDS, 1, CompletionRequest),
+        (RESPONSES, 0, ResponseRequest),
         (MESSAGES, 0, MessageRequest), (MESSAGES, 1, CountRequest),
     ],
 )  # fmt: skip

@@ -13,6 +13,9 @@ from paceline.server.errors import ApiError
 from paceline.server.messages.schema import CountRequest, MessageRequest
 from paceline.server.messages.translate import read_count, read_message
 from paceline.server.params import check_stream_options, priority, sampling_params, split_prompts
+from paceline.server.responses.schema import ResponseRequest
+from paceline.server.responses.store import ResponseStore
+from paceline.server.responses.translate import read_response
 from paceline.server.schema import INFORMATIONAL, ChatRequest, CompletionRequest, parse
 from paceline.server.tokens import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools import tool_use
@@ -20,7 +23,9 @@ from paceline.server.tools import tool_use
 WORDS = st.sampled_from([
     "type", "function", "name", "parameters", "json_schema", "schema", "json_object", "auto",
     "none", "required", "text", "role", "content", "tool_use", "tool_result", "input_schema",
-    "user", "any", "tool", "regex", "choice", "grammar", "include_usage", "97", "strict",
+    "user", "any", "tool",
+    "input_text", "function_call", "function_call_output", "call_id",
+    "regex", "choice", "grammar", "include_usage", "97", "strict",
 ])  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS
 VALUES = st.recursive(
@@ -38,7 +43,11 @@ def fields_of(kind):
     return sorted({*kind.__struct_fields__, *getattr(kind, "neutral", ()), *noted})
 
 
-READERS = {CountRequest: read_count, MessageRequest: read_message}
+READERS = {
+    CountRequest: read_count,
+    MessageRequest: read_message,
+    ResponseRequest: lambda body: read_response(body, ResponseStore(), ""),
+}
 
 
 def read(body: bytes, kind: type) -> None:
@@ -62,6 +71,7 @@ def read(body: bytes, kind: type) -> None:
         (TokenizeRequest, {"prompt": "Hi"}),
         (DetokenizeRequest, {"tokens": [1]}),
         (CountRequest, {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}),
+        (ResponseRequest, {"model": "m", "input": "Hi"}),
         (
             MessageRequest,
             {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]},

@@ -109,7 +109,7 @@ def serve(
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
-    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/responses, /v1/completions.
 
     Anthropic's clients find /v1/messages: set their ANTHROPIC_BASE_URL to http://localhost:8000.
 

@@ -21,12 +21,15 @@ from paceline.server.messages.routes import MessageRoutes
 from paceline.server.page.routes import add_page
 from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
+from paceline.server.responses.routes import ResponseRoutes
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
 from paceline.server.tokens import TokenRoutes
 
 _PREFIXES = "/v1/cache/prefixes"
-_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", _PREFIXES})
+_GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", _PREFIXES}
+)
 
 
 def create_app(
@@ -52,6 +55,7 @@ def create_app(
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
     messages = MessageRoutes(loaded, answers)
+    responses = ResponseRoutes(answers)
     prefixes = PrefixRoutes(loaded, answers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
@@ -67,6 +71,11 @@ def create_app(
         ("/v1/completions", "POST", answers.completions),
         ("/v1/messages", "POST", messages.create),
         ("/v1/messages/count_tokens", "POST", messages.count_tokens),
+        ("/v1/responses", "POST", responses.create),
+        ("/v1/responses/{response_id}", "GET", responses.retrieve),
+        ("/v1/responses/{response_id}", "DELETE", responses.delete),
+        ("/v1/responses/{response_id}/cancel", "POST", responses.cancel),
+        ("/v1/responses/{response_id}/input_items", "GET", responses.input_items),
         (_PREFIXES, "POST", prefixes.create),
         (_PREFIXES, "GET", prefixes.pinned),
         (_PREFIXES + "/{name}", "DELETE", prefixes.unpin),

@@ -155,6 +155,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
 
 _RequestT = TypeVar("_RequestT", bound=msgspec.Struct)
+_T = TypeVar("_T")
 _LOCATION = re.compile(r"^(?P<rule>.*) - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `([^`]+)`")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
@@ -172,10 +173,15 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
     wanted = {name: value for name, value in fields.items() if value is not None}
     if issubclass(kind, Fields):
         _take_out_what_asks_for_nothing(wanted, kind)
+    return converted(wanted, kind)
+
+
+def converted(value: Any, kind: type[_T], *, within: str = "") -> _T:
+    """Return a body, or its field `within`, as a `kind`. Raises ApiError naming what is wrong."""
     try:
-        return msgspec.convert(wanted, kind, str_keys=True)
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        raise _refusal(str(error), within=within) from None
 
 
 def _lone_surrogate(body: bytes) -> str | None:
@@ -202,10 +208,7 @@ def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[Fields]) 
                 code="unsupported_parameter",
             )  # fmt: skip
     for name in kind.noted.keys() & wanted.keys():
-        try:
-            msgspec.convert(wanted.pop(name), kind.noted[name])
-        except msgspec.ValidationError as error:
-            raise _refusal(str(error), within=name) from None
+        converted(wanted.pop(name), kind.noted[name], within=name)
 
 
 def _refusal(message: str, *, within: str = "") -> ApiError:
