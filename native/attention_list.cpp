@@ -18,8 +18,8 @@ void AttentionList::reserve(size_t max_items) {
   items_.reserve(max_items);
 }
 
-void AttentionList::build(const Seq* seqs, int B, const uint64_t* tree, int kv_heads, int group, int head_dim,
-                          int num_threads) {
+void AttentionList::build(const Seq* seqs, int B, const uint64_t* tree, bool is_causal, int kv_heads, int group,
+                          int head_dim, int num_threads) {
   entries_.clear();
   items_.clear();
   splits_.clear();
@@ -30,7 +30,7 @@ void AttentionList::build(const Seq* seqs, int B, const uint64_t* tree, int kv_h
     const Seq& seq = seqs[b];
     for (int begin = 0; begin < seq.num_rows; begin += tile) {
       const int end = std::min(begin + tile, seq.num_rows);
-      const int64_t cost = int64_t(end - begin) * (seq.ctx_len + end);
+      const int64_t cost = int64_t(end - begin) * (seq.ctx_len + (is_causal ? end : seq.num_rows));
       for (int g = 0; g < kv_heads; g++) entries_.push_back({cost, {b, g, seq.first_row + begin, seq.first_row + end}});
       total += cost * kv_heads;
     }
@@ -40,7 +40,7 @@ void AttentionList::build(const Seq* seqs, int B, const uint64_t* tree, int kv_h
   for (size_t i = 0; i < num_whole && num_threads > 1; i++) {
     const Entry entry = entries_[i];
     const Seq& seq = seqs[entry.item.seq];
-    const int end_key = seq.ctx_len + entry.item.row_end - seq.first_row;
+    const int end_key = seq.ctx_len + (is_causal ? entry.item.row_end - seq.first_row : seq.num_rows);
     if (entry.cost <= most || end_key <= kAttendSegment || is_tree(seq, tree)) continue;
     entries_[i].cost = 0;  // its segments take its place
     split(entry, end_key, (entry.item.row_end - entry.item.row_begin) * group);

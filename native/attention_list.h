@@ -11,7 +11,8 @@ class AttentionList {
  public:
   void reserve(size_t max_items);
   // Lists items for B sequences (`tree` of the step's rows, or null) of kv_heads heads with `group` query heads each.
-  void build(const Seq* seqs, int B, const uint64_t* tree, int kv_heads, int group, int head_dim, int num_threads);
+  void build(const Seq* seqs, int B, const uint64_t* tree, bool is_causal, int kv_heads, int group, int head_dim,
+             int num_threads);
   void give(Step& step);
 
  private:

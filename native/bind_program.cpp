@@ -90,7 +90,7 @@ class BoundProgram {
   void add_op(const std::string& name, const Place& out, const std::vector<Place>& inputs,
               const std::vector<WeightPart>& weights, const std::vector<std::optional<Array>>& norms,
               const std::optional<Array>& rope_table, bool logit_rows, int heads, int kv_heads, int head_dim, int layer,
-              int window, int act, float eps, float scale, float softcap) {
+              int window, int act, float eps, float scale, float softcap, int index, bool is_causal) {
     Op op;
     op.code = parse_op(name);
     op.logit_rows = logit_rows;
@@ -108,10 +108,19 @@ class BoundProgram {
     op.eps = eps;
     op.scale = scale;
     op.softcap = softcap;
+    op.is_causal = is_causal;
+    if (index < 0 || index >= int(EmbedIndex::count)) fail(name + " has no index " + std::to_string(index));
+    op.index = EmbedIndex(index);
+    if (op.code == OpCode::embed && op.index == EmbedIndex::position && op.seg[0].weight.rows < num_positions_)
+      fail("an embedding of " + std::to_string(op.seg[0].weight.rows) + " positions serves no " +
+           std::to_string(num_positions_));
     if (heads < 1 || kv_heads < 1) fail(name + " needs at least one head");
-    size_t norm_cols = op.code == OpCode::rms_norm ? size_t(op.in[0].cols / heads) : size_t(head_dim);
+    const bool norms_rows = op.code == OpCode::rms_norm || op.code == OpCode::layer_norm;
+    size_t norm_cols = norms_rows ? size_t(op.in[0].cols / heads) : size_t(head_dim);
     for (size_t i = 0; i < norms.size(); i++)
       op.norm_weight[i] = keep(check_vector(norms[i], "norm weight", norm_cols), norms[i]);
+    if (op.code == OpCode::layer_norm && !(op.norm_weight[0] && op.norm_weight[1]))
+      fail(name + " needs a weight and a bias");
     if (op.code == OpCode::rope_store || op.code == OpCode::attend) check_attention(op);
     if (rope_table) {
       op.rope_table = keep(check_array<float>(*rope_table, "rope_table", 3), rope_table);
@@ -271,7 +280,8 @@ void bind_program(nb::module_& m) {
            nb::arg("weights") = std::vector<WeightPart>(), nb::arg("norms") = std::vector<std::optional<Array>>(),
            nb::arg("rope_table") = nb::none(), nb::arg("logit_rows") = false, nb::arg("heads") = 1,
            nb::arg("kv_heads") = 1, nb::arg("head_dim") = 0, nb::arg("layer") = 0, nb::arg("window") = 0,
-           nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f, nb::arg("softcap") = 0.0f)
+           nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f, nb::arg("softcap") = 0.0f,
+           nb::arg("index") = 0, nb::arg("is_causal") = true)
       .def("set_output", &BoundProgram::set_output)
       .def(
           "forward",

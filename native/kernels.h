@@ -91,8 +91,10 @@ enum class OpCode : int {
   scale,
   softcap,
   select,
+  layer_norm,
   count
 };
+enum class EmbedIndex : int { token, position, zero, count };  // what an embed looks its rows up by
 constexpr int kMaxSegments = 3;
 struct Segment {
   Weight weight;
@@ -104,21 +106,25 @@ struct Op {
   Mat in[3], out;
   Segment seg[kMaxSegments];  // linear: 1 to 3 merged weights; embed: seg[0]
   int num_segments = 0;
-  const float* norm_weight[2] = {nullptr, nullptr};  // rms_norm: [0]; rope_store: q-norm and k-norm or null
-  const float* rope_table = nullptr;                 // [max position][2][rope_dims / 2]: cos, then sin
+  // rms_norm: [0]; layer_norm: weight and bias; rope_store: q-norm and k-norm or null
+  const float* norm_weight[2] = {nullptr, nullptr};
+  const float* rope_table = nullptr;  // [max position][2][rope_dims / 2]: cos, then sin
   int rope_dims = 0, heads = 1, kv_heads = 0, head_dim = 0, layer = 0, window = 0, act = 0;
+  EmbedIndex index = EmbedIndex::token;
+  bool is_causal = true;  // attend: a row sees no later row of its sequence; else it sees them all
   float eps = 0, scale = 1, softcap = 0;
 };
 // in/out of each op:
-//   embed      out[t] = dequantised row tokens[t] of seg[0], times scale
+//   embed      out[t] = dequantised row tokens[t], positions[t] or 0 of seg[0], times scale
 //   linear     in[0] f32, or q8 where the weight formats are quantised; in[1] optional residual (f32, may be out
 //   itself);
 //              out f32 = in[0] @ W.T + bias + residual
 //   rms_norm   in[0] f32; out f32 or q8; `heads` column groups; in[1] optional residual added after the norm
+//   layer_norm in[0] f32; out f32 or q8
 //   quantize   in[0] f32 -> out q8
 //   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed and rotated; k, likewise, and v go to the KV cache
 //   attend     in[0] q (f32) -> out f32 or q8
-//   gated_act  act(in[0]) * in[1] -> out f32 or q8; act 0 silu, 1 gelu_tanh
+//   gated_act  act(in[0]) * in[1], or act(in[0]) alone -> out f32 or q8; act 0 silu, 1 gelu_tanh, 2 gelu
 //   add, scale, softcap, select  f32 -> f32
 
 // ---- work sharing -------------------------------------------------------------------------------------------------

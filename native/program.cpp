@@ -97,10 +97,13 @@ void Program::add_op(const Op& op) {
     need = table_.linear_scratch(op, op.logit_rows ? limits_.max_logit_rows : limits_.max_tokens);
   } else if (op.code == OpCode::attend) {
     need = table_.attend_scratch(op);
+    if (has_attend_ && op.is_causal != is_causal_) fail("attention must be causal in all layers or in none");
+    has_attend_ = true;
+    is_causal_ = op.is_causal;
     attend_group_ = std::max(attend_group_, op.heads / op.kv_heads);
     size_t tile = size_t(attend_row_tile(attend_group_));
     attention_.reserve((size_t(limits_.max_tokens) / tile + size_t(limits_.max_seqs)) * size_t(kv_shape_.kv_heads));
-  } else if (op.code == OpCode::rms_norm) {
+  } else if (op.code == OpCode::rms_norm || op.code == OpCode::layer_norm) {
     need = size_t(op.in[0].cols) * 4;
   }
   ops_.push_back(op);
@@ -198,7 +201,8 @@ void Program::forward(const StepArrays& a) {
   step_.tree = a.tree;
   step_.scratch = scratch_of_thread_.data();
   step_.scratch_bytes = scratch_bytes_;
-  attention_.build(step_.seqs, a.B, a.tree, kv_shape_.kv_heads, attend_group_, kv_shape_.head_dim, pool_.num_threads());
+  attention_.build(step_.seqs, a.B, a.tree, is_causal_, kv_shape_.kv_heads, attend_group_, kv_shape_.head_dim,
+                   pool_.num_threads());
   attention_.give(step_);
   if (is_profiling_) time_op(0);  // also where other threads finish ops before this one comes
   pool_.run(
@@ -247,7 +251,7 @@ std::vector<std::pair<OpCode, double>> Program::profile() const {
 
 const char* op_name(OpCode code) {
   constexpr const char* names[] = {"embed",     "linear", "rms_norm", "quantize", "rope_store", "attend",
-                                   "gated_act", "add",    "scale",    "softcap",  "select"};
+                                   "gated_act", "add",    "scale",    "softcap",  "select",     "layer_norm"};
   static_assert(std::size(names) == size_t(OpCode::count));
   return names[int(code)];
 }

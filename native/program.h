@@ -94,6 +94,7 @@ class Program {
   std::unique_ptr<Counter[]> counters_;
   size_t num_counters_ = 0;
   int attend_group_ = 1;
+  bool has_attend_ = false, is_causal_ = true;
   AttentionList attention_;
   std::unique_ptr<Mapping> scratch_;
   std::vector<uint8_t*> scratch_of_thread_;

@@ -329,10 +329,11 @@ bool begin_rows(const Item& it, int& first_key, int& end_key) {
   end_key = 0;
   for (int i = 0; i < it.num_rows; i++) {
     int row = it.at.row_begin + i / it.group, own = row - seq.first_row;
-    uint64_t mask = it.step.tree ? it.step.tree[row] : 0;
+    uint64_t mask = it.step.tree && it.op.is_causal ? it.step.tree[row] : 0;
     is_tree = is_tree || mask;
     if (mask == 0 && own < 64) mask = (uint64_t(2) << own) - 1;  // causal
-    int end = seq.ctx_len + (mask ? __builtin_popcountll(mask) : own + 1);
+    int num_own = !it.op.is_causal ? seq.num_rows : mask ? __builtin_popcountll(mask) : own + 1;
+    int end = seq.ctx_len + num_own;
     int begin = it.op.window > 0 ? max_int(0, end - it.op.window) : 0;
     it.s.rows[i] = {begin, end, mask};
     it.s.running[i] = it.s.totals[i] = {kMinusInf, 0.0f};

@@ -76,7 +76,9 @@ constexpr Row kRows[int(Format::count)] = {
 void embed(const Op& op, const Step& step, Work& work) {
   const Weight& w = op.seg[0].weight;
   for (int t; (t = work.next(work, 1)) < step.T;) {
-    const int row = step.tokens[t];
+    const int row = op.index == EmbedIndex::token      ? step.tokens[t]
+                    : op.index == EmbedIndex::position ? step.positions[t]
+                                                       : 0;
     kRows[int(w.format)](w.data + size_t(row / kPanel) * w.panel_bytes, row % kPanel, w.k, op.scale,
                          (float*)(op.out.data + t * op.out.stride));
   }

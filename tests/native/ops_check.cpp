@@ -18,6 +18,7 @@ namespace paceline {
   void scale(const Op&, const Step&, Work&);      \
   void softcap(const Op&, const Step&, Work&);    \
   void select(const Op&, const Step&, Work&);     \
+  void layer_norm(const Op&, const Step&, Work&); \
   }
 PL_DECLARE(scalar)
 PL_DECLARE(PL_CHECK_ISA)
@@ -96,7 +97,7 @@ void set_out(Op& op, int cols, bool is_q8) {
 void check_row_ops(int cols) {
   const int rows = 3;
   std::vector<float> x = random_floats(size_t(rows * cols)), y = random_floats(size_t(rows * cols)),
-                     weight = random_floats(size_t(cols));
+                     weight = random_floats(size_t(cols)), bias = random_floats(size_t(cols));
   const int32_t selected[] = {2, 0};
   Step step;
   step.T = rows;
@@ -106,14 +107,20 @@ void check_row_ops(int cols) {
   op.in[0] = mat(x, cols);
   op.in[1] = mat(y, cols);
   op.norm_weight[0] = weight.data();
+  op.norm_weight[1] = bias.data();
   op.eps = 1e-5f;
   op.scale = 0.37f;
   op.softcap = 2.5f;
   for (bool is_q8 : {false, true}) {
     set_out(op, cols, is_q8);
     compare("rms_norm", scalar::rms_norm, PL_CHECK_ISA::rms_norm, op, step, rows, 0, size_t(cols) * 4);
-    for (op.act = 0; op.act < 2; op.act++)
+    compare("layer_norm", scalar::layer_norm, PL_CHECK_ISA::layer_norm, op, step, rows, 0, size_t(cols) * 4);
+    for (op.act = 0; op.act < 3; op.act++) {
       compare("gated_act", scalar::gated_act, PL_CHECK_ISA::gated_act, op, step, rows, 0, 0);
+      Op alone = op;
+      alone.in[1] = {};
+      compare("act", scalar::gated_act, PL_CHECK_ISA::gated_act, alone, step, rows, 0, 0);
+    }
   }
   set_out(op, cols, false);
   compare("add", scalar::add, PL_CHECK_ISA::add, op, step, rows, 0, 0);
@@ -183,7 +190,10 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
   for (bool is_q8 : {false, true}) {
     if (is_q8 && dim % kGroup) continue;
     set_out(op, heads * dim, is_q8);
-    compare("attend", scalar::attend, PL_CHECK_ISA::attend, op, step, rows, cache.size(), scalar::attend_scratch(op));
+    for (bool is_causal : {true, false}) {
+      op.is_causal = is_causal || is_tree;
+      compare("attend", scalar::attend, PL_CHECK_ISA::attend, op, step, rows, cache.size(), scalar::attend_scratch(op));
+    }
   }
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("rms_norm", "rope_store", "attend", "gated_act", "elementwise")
+KERNELS = ("rms_norm", "rope_store", "attend", "gated_act", "layer_norm", "elementwise")
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", f"-I{ROOT / 'native'}"]
 SIMDE = [
     "-mavx2", "-mfma", "-mf16c", "-DPACELINE_SIMDE",

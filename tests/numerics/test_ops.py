@@ -49,16 +49,27 @@ def norm_case(width):
     return "rms_norm", [x, residual], {"norms": [weight], "eps": 1e-5}, want
 
 
-def gate_case(act):
+def layer_norm_case(width):
+    (x,) = inputs(width, 1)
+    x += 5  # a mean that must go
+    rng = np.random.default_rng(1)
+    weight, bias = rng.standard_normal((2, width)).astype(np.float32)
+    want = reference.layer_norm(x, weight, bias, 1e-5)
+    return "layer_norm", [x], {"norms": [weight, bias], "eps": 1e-5}, want
+
+
+def gate_case(act, *, is_gated=True):
     def case(width):
         gate, up = inputs(width, 2)
-        wide, other = gate.astype(np.float64), up.astype(np.float64)
+        wide, other = gate.astype(np.float64), up.astype(np.float64) if is_gated else 1.0
         if act == 0:
             want = wide / (1 + np.exp(-wide)) * other
-        else:
+        elif act == 1:
             inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
             want = 0.5 * wide * (1 + np.tanh(inner)) * other
-        return "gated_act", [gate, up], {"act": act}, want
+        else:
+            want = reference.gelu(wide) * other
+        return "gated_act", [gate, up] if is_gated else [gate], {"act": act}, want
 
     return case
 
@@ -80,8 +91,11 @@ def softcap_case(width):
 
 CASES = {
     "rms_norm": norm_case,
+    "layer_norm": layer_norm_case,
     "silu": gate_case(0),
     "gelu_tanh": gate_case(1),
+    "gelu": gate_case(2),
+    "gelu alone": gate_case(2, is_gated=False),
     "add": add_case,
     "scale": scale_case,
     "softcap": softcap_case,
@@ -106,7 +120,7 @@ def test_norm_works_on_column_groups():
     np.testing.assert_allclose(got, reference.rms_norm(x, weight, 1e-6, heads=4), rtol=2e-6)
 
 
-@pytest.mark.parametrize("act", [0, 1])
+@pytest.mark.parametrize("act", [0, 1, 2])
 def test_activations_keep_extreme_values_finite(act):
     gate = np.array([[-1e30, -100.0, -88.0, -0.0, 0.0, 88.0, 100.0, 1e18]], np.float32)
     got = run_op(None, "gated_act", [gate, np.ones_like(gate)], act=act)[0]
@@ -119,5 +133,7 @@ def test_nan_goes_through():
     one = np.ones(20, np.float32)
     for isa in ISAS:
         assert np.isnan(run_op(isa, "rms_norm", [x], norms=[one], eps=1e-6)).all()
-        assert np.isnan(run_op(isa, "gated_act", [x, x])).all()
+        assert np.isnan(run_op(isa, "layer_norm", [x], norms=[one, one], eps=1e-6)).all()
+        for act in range(3):
+            assert np.isnan(run_op(isa, "gated_act", [x, x], act=act)).all()
         assert np.isnan(run_op(isa, "softcap", [x], softcap=1.0)).all()

@@ -8,17 +8,17 @@ from typer.testing import CliRunner
 
 from paceline.cli import main as main_module
 from paceline.cli.answer import timing_line
-from paceline.cli.loading import read_template
+from paceline.cli.loading import load, read_template
 from paceline.cli.main import app, main
 from paceline.cli.options import engine_options, sampling_options, with_terminal_defaults
 from paceline.cli.run import read_prompt
 from paceline.cli.serve import listen
 from paceline.completion import Choice
 from paceline.config import EngineConfig
-from paceline.errors import ModelNotFoundError, ParameterError
+from paceline.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
 from paceline.types import Timings, Usage
 
-COMMANDS = ("run", "chat", "serve", "info", "pull", "list", "bench")
+COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench")
 
 
 @engine_options
@@ -175,3 +175,10 @@ def test_an_empty_template_file_is_said_to_be_empty(tmp_path):
     path.write_text(" \n")
     with pytest.raises(ParameterError, match=r"empty\.jinja is empty"):
         read_template(str(path))
+
+
+def test_a_named_encoder_is_refused_before_it_is_fetched(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    with pytest.raises(UnsupportedModelError, match="use `paceline embed all-minilm-l6-v2 TEXT`"):
+        load("All-MiniLM-L6-v2", EngineConfig())
+    assert not (tmp_path / "home").exists()

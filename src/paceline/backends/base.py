@@ -52,6 +52,7 @@ class StepInput(Struct, frozen=True):
 class StepOutput(Struct, frozen=True):
     """`logits` [L, V] is a view that the next forward overwrites.
 
+    They are hidden states, [L, hidden], where that is what the plan hands out.
     `end_ns` is when the work was done, on the clock of time.monotonic_ns, where the backend knows
     it: what follows is the caller's wait for the GIL. 0: not known.
     """

@@ -17,15 +17,17 @@ from paceline.cpu import resolve_num_threads
 from paceline.errors import BackendError
 from paceline.plan.arena import Arena, assign_slots, root_id
 from paceline.plan.passes import lower
-from paceline.plan.plan import Op, Plan, RopeTable, Value
+from paceline.plan.plan import Op, Plan, RopeTable, Value, sole_output
 from paceline.weights.repack import PackedTensor, pack_all, warn_not_finite
 from paceline.weights.tensor import QTensor, dequantize
 
 LINE = 64  # bytes of a cache line: rows begin on one
-ACTS = {"silu": 0, "gelu_tanh": 1}
+ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+INDICES = {"token": 0, "position": 1, "zero": 2}
 # Constants that an op passes on to its kernel under their own name.
 KERNEL_ATTRS = (
     "heads", "kv_heads", "head_dim", "layer", "window", "eps", "scale", "softcap",
+    "is_causal",
 )  # fmt: skip
 
 
@@ -145,8 +147,9 @@ class _Builder:
     ) -> None:
         self._plan, self._weights, self._packed = plan, weights, packed
         self._kv, self._limits = kv, limits
-        self._num_positions = limits.max_blocks_per_seq * kv.block_size
-        self._logits = plan.outputs["logits"]
+        learned = [op.attrs["num_rows"] for op in plan.ops if op.attrs.get("index") == "position"]
+        self._num_positions = min([limits.max_blocks_per_seq * kv.block_size, *learned])
+        self._logits = sole_output(plan)
         self._arena: Arena = assign_slots(plan, self._num_bytes)
         self._roots = {op.out.id: op.out for op in plan.ops}
         self._vectors: dict[str, F32] = {}
@@ -158,7 +161,7 @@ class _Builder:
         shapes = {(a["kv_heads"], a["head_dim"]) for a in stores}
         if len(shapes) != 1:
             raise BackendError("the native backend needs attention of one KV shape in all layers")
-        embed = next(op for op in plan.ops if op.name == "embed")
+        embed = next(op for op in plan.ops if op.attrs.get("index") == "token")
         program = _native.Program(
             num_threads=num_threads,
             isa=isa,
@@ -188,12 +191,14 @@ class _Builder:
         a = op.attrs
         attrs: dict[str, Any] = {name: a[name] for name in KERNEL_ATTRS if name in a}
         attrs["logit_rows"] = op.out.rows == "logits"
+        if op.name == "embed":
+            attrs["index"] = INDICES[a["index"]]
         if op.name in ("embed", "linear"):
             biases = a.get("biases", (None,))
             pairs = zip(op.weights, biases, strict=True)
             attrs["weights"] = [self._segment(name, bias) for name, bias in pairs]
-        elif op.name == "rms_norm":
-            attrs["norms"] = [self._vector(op.weights[0])]
+        elif op.name in ("rms_norm", "layer_norm"):
+            attrs["norms"] = [self._vector(name) for name in op.weights]
         elif op.name == "rope_store":
             attrs["norms"] = [None if name is None else self._vector(name) for name in a["norms"]]
             if a["rope"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from msgspec import Struct
 from paceline.backends.base import F32, I32, KVSpec, StepInput, StepLimits, StepOutput
 from paceline.errors import BackendError
 from paceline.plan.arena import last_uses, root_id
-from paceline.plan.plan import Op, Plan, RopeTable, Value
+from paceline.plan.plan import Op, Plan, RopeTable, Value, sole_output
 from paceline.weights.tensor import QTensor, dequantize
 
 ROPE_STRIDE = 64  # positions between two angles that are not reached by a product
@@ -66,6 +67,23 @@ def rms_norm(x: F32, weight: F32, eps: float, heads: int = 1) -> F32:
     return y.reshape(x.shape)
 
 
+def layer_norm(x: F32, weight: F32, bias: F32, eps: float) -> F32:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over each row."""
+    centred = x - x.mean(axis=1, keepdims=True, dtype=np.float32)
+    variance = (centred * centred).mean(axis=1, keepdims=True, dtype=np.float32)
+    y: F32 = centred / np.sqrt(variance + np.float32(eps)) * weight + bias
+    return y
+
+
+def gelu(x: F32) -> F32:
+    """x * (1 + erf(x / sqrt 2)) / 2, with the error function of float64."""
+    y: F32 = (x * (0.5 + 0.5 * _erf(x * np.float32(np.sqrt(0.5))))).astype(np.float32)
+    return y
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
 def rotate(x: F32, heads: int, rope: RopeTable, positions: I32) -> F32:
     """Rotate the two halves of each head's first 2·len(inv_freq) columns by the row's position."""
     half = len(rope.inv_freq)
@@ -78,14 +96,18 @@ def rotate(x: F32, heads: int, rope: RopeTable, positions: I32) -> F32:
     return y.reshape(x.shape)
 
 
-def visible_keys(step: StepInput, seq: int, window: int) -> npt.NDArray[np.bool_]:
+def visible_keys(
+    step: StepInput, seq: int, window: int, *, is_causal: bool = True
+) -> npt.NDArray[np.bool_]:
     """[n, ctx + n]: whether row i of the sequence sees key j of its KV.
 
     Keys are the context, then the step's rows. A tree mask of 0 means causal. The window counts the
     keys a row sees, not the cache's slots, so a draft-tree node sees what the same token would see
-    in a chain.
+    in a chain. Without `is_causal` a row sees all.
     """
     first, n, ctx = (int(x) for x in step.seqs[seq])
+    if not is_causal:
+        return np.ones((n, ctx + n), np.bool_)
     own = np.tri(n, dtype=np.bool_)
     if step.tree is not None:
         masks = step.tree[first : first + n]
@@ -131,7 +153,7 @@ class _Run:
         for seq, (first, n, ctx) in enumerate(step.seqs.tolist()):
             index = np.arange(ctx + n)
             slots = step.block_tables[seq, index // block] * block + index % block
-            seen = visible_keys(step, seq, a["window"])
+            seen = visible_keys(step, seq, a["window"], is_causal=a["is_causal"])
             rows = slice(first, first + n)
             for g in range(groups):
                 k, v = kv.k[slots, g], kv.v[slots, g]  # [N, D]
@@ -149,7 +171,11 @@ class _Run:
 
 
 def _embed(run: _Run, op: Op) -> F32:
-    return run.weight(op.weights[0])[run.step.tokens] * np.float32(op.attrs.get("scale", 1.0))
+    step = run.step
+    index = {"token": step.tokens, "position": step.positions, "zero": np.zeros_like(step.tokens)}
+    rows: F32 = run.weight(op.weights[0])[index[op.attrs["index"]]]
+    scaled: F32 = rows * np.float32(op.attrs.get("scale", 1.0))
+    return scaled
 
 
 def _linear(run: _Run, op: Op, x: F32, residual: F32 | None = None) -> F32:
@@ -164,6 +190,11 @@ def _linear(run: _Run, op: Op, x: F32, residual: F32 | None = None) -> F32:
 def _rms_norm(run: _Run, op: Op, x: F32, residual: F32 | None = None) -> F32:
     y = rms_norm(x, run.weight(op.weights[0]), op.attrs["eps"], op.attrs["heads"])
     return y if residual is None else y + residual
+
+
+def _layer_norm(run: _Run, op: Op, x: F32) -> F32:
+    weight, bias = map(run.weight, op.weights)
+    return layer_norm(x, weight, bias, op.attrs["eps"])
 
 
 def _rope(run: _Run, op: Op, x: F32) -> F32:
@@ -189,21 +220,24 @@ def _rope_store(run: _Run, op: Op, q: F32, k: F32, v: F32) -> F32:
     return done[0]
 
 
-def _gated_act(run: _Run, op: Op, gate: F32, up: F32) -> F32:
+def _gated_act(run: _Run, op: Op, gate: F32, up: F32 | None = None) -> F32:
     y: F32
     if op.attrs["act"] == "silu":
         with np.errstate(over="ignore"):
-            y = gate / (1 + np.exp(-gate)) * up
+            y = gate / (1 + np.exp(-gate))
+    elif op.attrs["act"] == "gelu":
+        y = gelu(gate)
     else:
         inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
-        y = np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
-    return y
+        y = np.float32(0.5) * gate * (1 + np.tanh(inner))
+    return y if up is None else y * up
 
 
 _OPS: dict[str, Callable[..., F32]] = {
     "embed": _embed,
     "linear": _linear,
     "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
     "rope": _rope,
     "attention": _attention,
     "rope_store": _rope_store,
@@ -246,7 +280,7 @@ class ReferenceBackend:
 
     def forward(self, step: StepInput) -> StepOutput:
         values = self.run(step)
-        return StepOutput(values[self.plan.outputs["logits"].id])
+        return StepOutput(values[sole_output(self.plan).id])
 
     def run(self, step: StepInput, *, keep: bool = False) -> dict[int, F32]:
         """Return the values alive after the step; with `keep` all of them, by value id."""

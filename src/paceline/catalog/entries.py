@@ -33,6 +33,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     hub_repo: str | None = None
     files: tuple[ModelFile, ...]
     wheels: tuple[Wheel, ...] = ()
+    embeds: bool = False  # an encoder: it writes no text
 
     @property
     def size(self) -> int:
@@ -118,7 +119,8 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     Entry(
         name="all-minilm-l6-v2",
-        description="all-MiniLM-L6-v2 sentence embeddings, safetensors: to fetch, not to run yet",
+        description="all-MiniLM-L6-v2, safetensors: embeds texts, for search and similarity",
+        embeds=True,
         license="Apache-2.0",
         hub_repo="sentence-transformers/all-MiniLM-L6-v2",
         files=tuple(

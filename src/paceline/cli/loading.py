@@ -6,7 +6,7 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import ParameterError
+from paceline.errors import ParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from paceline.config import EngineConfig
@@ -21,11 +21,22 @@ def load(model: str, config: EngineConfig, *, chat_template_file: str | None = N
     try:
         from paceline.engine.build import load_model
 
+        refuse_encoder(model)
         template = None if chat_template_file is None else read_template(chat_template_file)
         return load_model(model, config, path=find_model(model), chat_template=template)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def refuse_encoder(model: str) -> None:
+    """Raise UnsupportedModelError for a named model that writes no text, before it is fetched."""
+    from paceline.catalog import find
+    from paceline.engine.build import embeds_only
+
+    entry = find(model)
+    if entry is not None and entry.embeds:
+        raise UnsupportedModelError(embeds_only(entry.name))
 
 
 def find_model(model: str) -> Path:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "run": "run",
     "chat": "chat",
     "serve": "serve",
+    "embed": "embed",
     "info": "info",
     "pull": "pull",
     "list": "list_models",

@@ -31,6 +31,23 @@ ChatTemplateFile = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Pooling = Annotated[
+    str | None,
+    typer.Option(
+        "--pooling",
+        help="Which hidden states of a text its vector is the mean of: mean (all), last (token) or "
+        "first (an encoder's). Default: what the model's folder says, else mean.",
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="An encoder's weights: file, as they are, or q8_0, rounded to int8 as they are "
+        "loaded: quicker and a little less exact.",
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(

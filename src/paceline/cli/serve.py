@@ -7,14 +7,30 @@ import logging
 import os
 import socket
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from msgspec import structs
+from msgspec import Struct, structs
 
-from paceline.cli.options import ChatTemplateFile, Model, engine_options, finite
+from paceline.cli.options import (
+    ChatTemplateFile,
+    Model,
+    Pooling,
+    Weights,
+    engine_options,
+    finite,
+)
 from paceline.config import EngineConfig
 from paceline.errors import ParameterError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from paceline.server.admission import Limits
+    from paceline.server.door import Keys, Life
+    from paceline.server.tls import Tls
 
 # With CPython's 5 ms the event loop waits that long for the GIL while the engine thread is busy.
 _SWITCH_INTERVAL_S = 0.0005
@@ -106,10 +122,33 @@ def serve(
             "and live figures.",
         ),
     ] = True,
+    pooling: Pooling = None,
+    weights: Weights = "file",
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(
+            "--tls-cert",
+            help="Certificate file (PEM), with its chain: serves https. Needs --tls-key.",
+            show_default=False,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        str | None,
+        typer.Option("--tls-key", help="Key file (PEM) of --tls-cert.", show_default=False),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors-origin",
+            help="Site whose pages may call this server from a browser, as https://example.org; "
+            "may be given several times, * is every site. Default: none may.",
+            show_default=False,
+        ),
+    ] = None,
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
-    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/responses, /v1/completions.
+    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/responses, /v1/embeddings.
 
     Anthropic's clients find /v1/messages: set their ANTHROPIC_BASE_URL to http://localhost:8000.
 
@@ -124,46 +163,145 @@ def serve(
 
     - `paceline serve smollm2-135m`
 
+    - `paceline serve all-minilm-l6-v2`  (/v1/embeddings alone)
+
     - `paceline serve ./model.gguf --host 0.0.0.0 --port 9000 --max-num-seqs 8 --kv-memory 1G`
 
     - `curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d
       '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]}'`
     """
-    from paceline.cli.loading import load
-    from paceline.server.access_log import AccessLog
+    from paceline.cli.loading import find_model
+    from paceline.embedding.build import is_encoder
     from paceline.server.admission import Limits
-    from paceline.server.door import read_keys
-    from paceline.server.serving import serve as serve_app
-    from paceline.server.spans import Spans, otlp_provider
+    from paceline.server.cors import check_origins
+    from paceline.server.door import Life, read_keys
+    from paceline.server.tls import check_tls
 
     if "PACELINE_LOG" not in os.environ:
         logging.getLogger().setLevel(logging.INFO)
     limits = Limits(max_requests=max_queue, max_tokens=max_queue_tokens, timeout_s=queue_timeout)
-    keys = None if api_keys is None else read_keys(api_keys)
-    listener = listen(host, port)  # a taken port is told before the model is loaded
-    log = None if access_log is None else AccessLog(access_log)
-    provider = otlp_provider() if otel else None
-    config = structs.replace(config, ledger=ledger)
-    loaded = load(model, config, chat_template_file=chat_template)
-    spans = None if provider is None else Spans(provider, model=loaded.name)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    shown_host, shown_port = listener.getsockname()[:2]
-    logging.getLogger(__name__).info(
-        "serving %s on http://%s:%d/v1", loaded.name, shown_host, shown_port
+    front = _Front(
+        keys=None if api_keys is None else read_keys(api_keys),
+        cors_origins=check_origins(cors_origin or ()),
+        tls=check_tls(tls_cert, tls_key),
+        listener=listen(host, port),  # a taken port is told before the model is loaded
+        life=Life(),
+        grace_s=grace,
     )
-    if keys is None and shown_host not in _LOOPBACK:
-        logging.getLogger(__name__).warning(
-            "%s can be reached from other machines and answers everybody: give --api-keys FILE",
-            shown_host,
-        )
-    if page:
-        logging.getLogger(__name__).info("its page: http://%s:%d/", shown_host, shown_port)
+    config = structs.replace(config, ledger=ledger)
+    path = find_model(model)
     try:
-        observers = [observer for observer in (log, spans) if observer is not None]
-        serve_app(loaded, listener, grace_s=grace, observers=observers, keys=keys,
-                  limits=limits, page=page)  # fmt: skip
+        if is_encoder(path):
+            _refuse({
+                "--max-queue": max_queue, "--queue-timeout": queue_timeout, "--otel": otel or None,
+                "--access-log": access_log, "--chat-template": chat_template,
+            })  # fmt: skip
+            _serve_encoder(model, path, config, front, limits, pooling=pooling, weights=weights)
+        else:
+            if weights != "file":
+                raise ParameterError("--weights is for models that embed: leave it out")
+            _serve_decoder(
+                model, config, front, limits, pooling=pooling, page=page, access_log=access_log,
+                otel=otel, chat_template=chat_template,
+            )  # fmt: skip
     finally:
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
+
+
+class _Front(Struct, frozen=True, kw_only=True):
+    """How clients reach the server, whatever it serves."""
+
+    keys: Keys | None
+    cors_origins: tuple[str, ...]
+    tls: Tls | None
+    listener: socket.socket
+    life: Life
+    grace_s: float
+
+    def run(self, app: FastAPI, name: str, stop: Callable[[], None], *, page: bool) -> None:
+        """Say where `app` is, and serve it until a signal; `stop` ends what its calls wait for."""
+        from paceline.server.serving import serve as serve_app
+
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        host, port = self.listener.getsockname()[:2]
+        scheme = "http" if self.tls is None else "https"
+        log = logging.getLogger(__name__)
+        log.info("serving %s on %s://%s:%d/v1", name, scheme, host, port)
+        if self.keys is None and host not in _LOOPBACK:
+            log.warning(
+                "%s can be reached from other machines and answers everybody: give --api-keys FILE",
+                host,
+            )
+        if page:
+            log.info("its page: %s://%s:%d/", scheme, host, port)
+        serve_app(app, self.listener, life=self.life, grace_s=self.grace_s, stop=stop, tls=self.tls)
+
+
+def _serve_decoder(
+    model: str,
+    config: EngineConfig,
+    front: _Front,
+    limits: Limits,
+    *,
+    pooling: str | None,
+    page: bool,
+    access_log: str | None,
+    otel: bool,
+    chat_template: str | None,
+) -> None:
+    from paceline.cli.loading import load
+    from paceline.embedding.build import embeddings_of
+    from paceline.server.access_log import AccessLog
+    from paceline.server.answers import STOP_TIMEOUT_S
+    from paceline.server.app import create_app
+    from paceline.server.embeddings import Embeddings
+    from paceline.server.spans import Spans, otlp_provider
+
+    log = None if access_log is None else AccessLog(access_log)
+    provider = otlp_provider() if otel else None
+    loaded = load(model, config, chat_template_file=chat_template)
+    spans = None if provider is None else Spans(provider, model=loaded.name)
+    observers = [observer for observer in (log, spans) if observer is not None]
+    embeddings = Embeddings(embeddings_of(loaded, pooling), max_waiting=limits.max_tokens)
+    app = create_app(
+        loaded, observers=observers, life=front.life, keys=front.keys, limits=limits, page=page,
+        embeddings=embeddings, cors_origins=front.cors_origins,
+    )  # fmt: skip
+
+    def stop() -> None:
+        loaded.engine.stop(STOP_TIMEOUT_S)
+        embeddings.close()
+
+    front.run(app, loaded.name, stop, page=page)
+
+
+def _serve_encoder(
+    model: str,
+    path: Path,
+    config: EngineConfig,
+    front: _Front,
+    limits: Limits,
+    *,
+    pooling: str | None,
+    weights: str,
+) -> None:
+    from paceline.embedding.build import load_embedding_model
+    from paceline.server.embedding_app import create_embedding_app
+    from paceline.server.embeddings import Embeddings
+
+    loaded = load_embedding_model(model, config, path=path, pooling=pooling, weights=weights)
+    embeddings = Embeddings(loaded, max_waiting=limits.max_tokens)
+    app = create_embedding_app(
+        embeddings, life=front.life, keys=front.keys, cors_origins=front.cors_origins
+    )
+    front.run(app, loaded.name, embeddings.close, page=False)
+
+
+def _refuse(options: dict[str, object]) -> None:
+    """Raise ParameterError naming an option that a model which embeds has no use for."""
+    for name, value in options.items():
+        if value is not None:
+            raise ParameterError(f"{name} has no use for a model that embeds texts: leave it out")
 
 
 def listen(host: str, port: int) -> socket.socket:

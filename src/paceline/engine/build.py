@@ -18,7 +18,12 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.memory import KVSize, available_memory, format_bytes, size_kv
 from paceline.engine.step import step_limits
-from paceline.errors import ParameterError, PromptTooLongError, TemplateError
+from paceline.errors import (
+    ParameterError,
+    PromptTooLongError,
+    TemplateError,
+    UnsupportedModelError,
+)
 from paceline.models.base import build_plan
 from paceline.text.tools import ToolStyle, described, tool_style
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -154,6 +159,8 @@ def load_model(
 
         path = resolve(model)
     checkpoint = open_checkpoint(path)
+    if not checkpoint.config.is_causal:
+        raise UnsupportedModelError(embeds_only(display_name(model)))
     with ThreadPoolExecutor(max_workers=1) as pool:
         text = pool.submit(_build_text, checkpoint, chat_template)
         weight_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
@@ -234,6 +241,14 @@ def _kv_identity(path: Path, config: EngineConfig, isa: str) -> str:
     return f"{source} {formats} {config.backend} {isa}"
 
 
+def embeds_only(name: str) -> str:
+    """Return what to tell who wants `name`, an encoder, to write."""
+    return (
+        f"{name} embeds texts and writes none: use `paceline embed {name} TEXT`, or "
+        f"`paceline serve {name}` and its /v1/embeddings"
+    )
+
+
 def display_name(model: str) -> str:
     """Return the name a model is served under: a file's stem, a folder's name, else `model`."""
     path = Path(model)
@@ -273,7 +288,7 @@ def _load_backend(
     checkpoint: Checkpoint, config: EngineConfig, kv: KVSize, weight_bytes: int
 ) -> tuple[Backend, EngineConfig]:
     """Return the loaded backend, and the config with every choice made."""
-    backend, num_threads = _new_backend(checkpoint.path, config, weight_bytes)
+    backend, num_threads = new_backend(checkpoint.path, config, weight_bytes)
     resolved = replace(
         config,
         max_model_len=kv.max_model_len,
@@ -289,7 +304,7 @@ def _load_backend(
     return backend, resolved
 
 
-def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
+def new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
     """Return the backend that the config names, unloaded, and its number of threads."""
     if config.backend == "native":
         from paceline.backends.native import NativeBackend

@@ -34,7 +34,7 @@ GGUF_NAMES = {
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Shape of a decoder. Per-layer tuples have one entry a layer."""
+    """Shape of a decoder or an encoder. Per-layer tuples have one entry a layer."""
 
     family: str  # a module of paceline.models
     vocab_size: int  # rows of the head, padding included
@@ -55,6 +55,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embed_scale: float = 1.0
+    is_causal: bool = True  # False: an encoder, which embeds texts and writes none
+    num_token_types: int = 0
 
 
 class GGUFSource(Struct, frozen=True, kw_only=True):
@@ -348,10 +350,12 @@ def weight_shapes(plan: Plan, vocab_size: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for op in plan.ops:
         if op.name == "embed":
-            shapes[op.weights[0]] = (vocab_size, op.out.cols)
+            shapes[op.weights[0]] = (op.attrs["num_rows"] or vocab_size, op.out.cols)
         elif op.name == "linear":
             shapes[op.weights[0]] = (op.out.cols, op.inputs[0].cols)
             shapes |= {bias: (op.out.cols,) for bias in op.attrs["biases"] if bias}
         elif op.name == "rms_norm":
             shapes[op.weights[0]] = (op.out.cols // op.attrs["heads"],)
+        elif op.name == "layer_norm":
+            shapes |= {name: (op.out.cols,) for name in op.weights}
     return shapes

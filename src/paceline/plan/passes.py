@@ -19,7 +19,7 @@ from paceline.weights.tensor import FLOAT_FORMATS
 
 MAX_MERGED = 3  # weights of one linear op
 Q8_GROUP = 32
-ROW_WISE = frozenset({"linear", "rms_norm", "gated_act", "add", "scale", "softcap"})
+ROW_WISE = frozenset({"linear", "rms_norm", "layer_norm", "gated_act", "add", "scale", "softcap"})
 
 
 def lower(plan: Plan, formats: Mapping[str, str], *, activations: str = "q8") -> Plan:
@@ -125,7 +125,7 @@ def split_attention(plan: Plan) -> Plan:
         store_attrs = {**shape, "rope": rope, "norms": norms, "eps": max(eps, default=0.0)}
         weights = tuple(name for name in norms if name is not None)
         ops.append(Op("rope_store", stored, (q, k, op.inputs[2]), weights, store_attrs))
-        attend_attrs = {n: a[n] for n in ("scale", "window", "softcap")}
+        attend_attrs = {n: a[n] for n in ("scale", "window", "softcap", "is_causal")}
         ops.append(Op("attend", op.out, (stored,), (), {**shape, **attend_attrs}))
     return plan.derive(op for op in ops if op.out.id not in fused)
 
@@ -165,7 +165,7 @@ def fold_embed_scale(plan: Plan) -> Plan:
         source = producer.get(op.inputs[0].id) if op.name == "scale" else None
         if source is not None and source.name == "embed" and reads[source.out.id] == 1:
             folded.add(source.out.id)
-            op = replace(source, out=op.out, attrs={"scale": op.attrs["factor"]})
+            op = replace(source, out=op.out, attrs={**source.attrs, "scale": op.attrs["factor"]})
         ops.append(op)
     return plan.derive(op for op in ops if op.out.id not in folded)
 
@@ -242,7 +242,7 @@ def insert_quantize(plan: Plan, formats: Mapping[str, str]) -> Plan:
 
 
 def _can_write_q8(op: Op) -> bool:
-    return op.name in ("rms_norm", "gated_act") or (
+    return op.name in ("rms_norm", "layer_norm", "gated_act") or (
         op.name == "attend" and op.attrs["head_dim"] % Q8_GROUP == 0
     )
 

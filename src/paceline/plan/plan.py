@@ -13,6 +13,8 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 Rows = Literal["tokens", "logits"]
+EmbedIndex = Literal["token", "position", "zero"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
 class Value(Struct, frozen=True):
@@ -62,9 +64,14 @@ class Plan:
         self.ops.append(Op(name, out, inputs, tuple(weights), attrs))
         return out
 
-    def embed(self, weight: str, cols: int) -> Value:
-        """Rows of `weight` [V, cols] at the step's token ids."""
-        return self._emit("embed", cols, weights=(weight,))
+    def embed(
+        self, weight: str, cols: int, *, index: EmbedIndex = "token", rows: int | None = None
+    ) -> Value:
+        """Rows of `weight` [rows, cols] at the step's token ids, at its positions, or its row 0.
+
+        `rows` None is the size of the vocabulary.
+        """
+        return self._emit("embed", cols, weights=(weight,), index=index, num_rows=rows)
 
     def linear(self, x: Value, weight: str, cols: int, bias: str | None = None) -> Value:
         """x @ weight.T + bias, weight [cols, x.cols]."""
@@ -73,6 +80,10 @@ class Plan:
     def rms_norm(self, x: Value, weight: str, eps: float, heads: int = 1) -> Value:
         """x / sqrt(mean(x²) + eps) * weight, over each of `heads` equal column groups."""
         return self._emit("rms_norm", x.cols, x, weights=(weight,), eps=eps, heads=heads)
+
+    def layer_norm(self, x: Value, weight: str, bias: str, eps: float) -> Value:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias."""
+        return self._emit("layer_norm", x.cols, x, weights=(weight, bias), eps=eps)
 
     def rope(self, x: Value, heads: int, rope: RopeTable) -> Value:
         """Rotate halves of each head's first `2 * len(inv_freq)` columns by position * inv_freq."""
@@ -90,20 +101,28 @@ class Plan:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        is_causal: bool = True,
     ) -> Value:
         """Store k and v at the step's slots, then causal (or tree) attention over each one's KV.
 
+        Without `is_causal` a row sees the later rows of its sequence in this step, too; then a
+        sequence is whole in one step.
         `window` > 0 limits a token to the last `window` positions, itself included. `softcap` > 0
         maps a score s to softcap * tanh(s / softcap).
         """
         return self._emit(
             "attention", q.cols, q, k, v, layer=layer, heads=heads, kv_heads=kv_heads,
             head_dim=q.cols // heads, scale=scale, window=window, softcap=softcap,
+            is_causal=is_causal,
         )  # fmt: skip
 
-    def gated_act(self, gate: Value, up: Value, act: Literal["silu", "gelu_tanh"]) -> Value:
+    def gated_act(self, gate: Value, up: Value, act: Activation) -> Value:
         """act(gate) * up."""
         return self._emit("gated_act", gate.cols, gate, up, act=act)
+
+    def act(self, x: Value, act: Activation) -> Value:
+        """act(x): a gated_act without a second factor."""
+        return self._emit("gated_act", x.cols, x, act=act)
 
     def add(self, a: Value, b: Value) -> Value:
         return self._emit("add", a.cols, a, b)
@@ -129,6 +148,12 @@ class Plan:
         plan.outputs = dict(self.outputs if outputs is None else outputs)
         plan._next_id = self._next_id
         return plan
+
+
+def sole_output(plan: Plan) -> Value:
+    """What a forward hands out: logits, or the hidden states of a plan that ends with those."""
+    (value,) = plan.outputs.values()
+    return value
 
 
 class RopeTable(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -15,7 +15,9 @@ from paceline.errors import PacelineError
 from paceline.server.admission import Limits
 from paceline.server.answers import Answers
 from paceline.server.body import request_id
+from paceline.server.cors import add_cors
 from paceline.server.door import Door, Keys, Life
+from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.messages.routes import MessageRoutes
 from paceline.server.page.routes import add_page
@@ -40,12 +42,15 @@ def create_app(
     keys: Keys | None = None,
     limits: Limits | None = None,
     page: bool = True,
+    embeddings: Embeddings | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
 
     The lifespan's end closes the observers, too. `life` is where it looks whether it is being
     stopped; `keys` are the only ones that it answers, None answers all; `limits` bound the queue.
-    `page` says whether `GET /` is a page.
+    `page` says whether `GET /` is a page. `embeddings` answers /v1/embeddings, and is closed by the
+    caller. Pages of `cors_origins` may call.
     """
     reports = Reports(loaded, observers)
     life = life or Life()
@@ -85,11 +90,22 @@ def create_app(
         ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    if embeddings is not None:
+        app.add_api_route(
+            EMBEDDINGS_PATH, embeddings.embeddings, methods=["POST"], response_model=None
+        )
     if page:
         add_page(app)
-    app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING)
+    app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING | {EMBEDDINGS_PATH})
     app.add_middleware(Timekeeping, paths=_GENERATING, on_open=reports.open,
                        on_close=reports.add)  # fmt: skip
+    add_cors(app, cors_origins)
+    add_error_handlers(app)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let every error of the app's routes look as the API's errors do."""
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:
@@ -106,5 +122,3 @@ def create_app(
     async def on_bug(http: HttpRequest, error: Exception) -> Response:
         bug = ApiError(500, "the server failed on this request; its log says why")
         return error_response(bug, path=http.url.path)
-
-    return app

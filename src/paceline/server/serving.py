@@ -5,39 +5,42 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from paceline.engine.build import LoadedModel
-from paceline.engine.engine import Engine
-from paceline.server.admission import Limits
 from paceline.server.answers import STOP_TIMEOUT_S
-from paceline.server.app import create_app
-from paceline.server.door import Keys, Life
+from paceline.server.door import Life
 from paceline.server.protocol import BoundedProtocol
-from paceline.server.reports import Observer
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from paceline.server.tls import Tls
 
 
 def serve(
-    loaded: LoadedModel,
+    app: FastAPI,
     listener: socket.socket,
     *,
+    life: Life,
     grace_s: float,
-    observers: Iterable[Observer] = (),
-    keys: Keys | None = None,
-    limits: Limits | None = None,
-    page: bool = True,
+    stop: Callable[[], None],
+    tls: Tls | None = None,
 ) -> None:
-    """Serve `loaded` on `listener` until a signal ends it; `observers` are told of each call."""
-    life = Life()
+    """Serve `app`, which looks at `life`, on `listener` until a signal ends it.
+
+    `stop` ends what its calls wait for; with `tls` all of it is encrypted.
+    """
     config = uvicorn.Config(
-        create_app(loaded, observers=observers, life=life, keys=keys, limits=limits, page=page),
-        http=BoundedProtocol, log_config=None, access_log=False, server_header=False, lifespan="on",
-        timeout_graceful_shutdown=round(STOP_TIMEOUT_S) + 1,
+        app, http=BoundedProtocol, log_config=None, access_log=False, server_header=False,
+        lifespan="on", timeout_graceful_shutdown=round(STOP_TIMEOUT_S) + 1,
+        ssl_certfile=None if tls is None else tls.cert,
+        ssl_keyfile=None if tls is None else tls.key,
     )  # fmt: skip
-    GracefulServer(config, loaded.engine, life=life, grace_s=grace_s).run(sockets=[listener])
+    GracefulServer(config, stop, life=life, grace_s=grace_s).run(sockets=[listener])
 
 
 class GracefulServer(uvicorn.Server):
@@ -51,10 +54,10 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, *, life: Life, grace_s: float
+        self, config: uvicorn.Config, stop: Callable[[], None], *, life: Life, grace_s: float
     ) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._stop = stop
         self._life = life
         self._grace_s = grace_s
         self._deadline = 0.0
@@ -74,5 +77,5 @@ class GracefulServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._engine.stop, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._stop)
         await super().shutdown(sockets)

@@ -26,7 +26,9 @@ class TimedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        # An empty buffer of a TLS transport has reached a limit of 0, and would never be left.
+        is_tls = transport.get_extra_info("sslcontext") is not None
+        transport.set_write_buffer_limits(high=1 if is_tls else 0)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -33,12 +33,15 @@ class HFCodec:
         steps = _decoder_steps(spec)
         kinds = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in kinds
-        if not self._byte_level and not kinds & {"ByteFallback", "Metaspace"}:
+        self._inner_prefix = next(  # WordPiece: what marks a token that begins no word
+            (step.get("prefix", "##") for step in steps if step["type"] == "WordPiece"), None
+        )
+        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece"}:
             raise TokenizerError(
                 f"tokenizer.json has the decoder {sorted(kinds)}: this build decodes byte-level "
-                "BPE and SentencePiece tokenizers"
+                "BPE, SentencePiece and WordPiece tokenizers"
             )
-        self.strips_leading_space = any(
+        self.strips_leading_space = self._inner_prefix is not None or any(
             (step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0)
             or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
             for step in steps
@@ -67,6 +70,9 @@ class HFCodec:
             return text.encode("utf-8", errors="replace")
         if self._byte_level:
             return byte_level_bytes(text)
+        if self._inner_prefix is not None:
+            is_inner = text.startswith(self._inner_prefix)
+            return (text.removeprefix(self._inner_prefix) if is_inner else f" {text}").encode()
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return bytes((int(text[3:5], 16),))
         return text.replace(SPACE, " ").encode("utf-8", errors="replace")

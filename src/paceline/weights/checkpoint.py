@@ -293,10 +293,10 @@ def _from_folder(folder: HFFolder) -> Checkpoint:
 
 
 def _text_name(name: str) -> str:
-    """Name of a multimodal model's text tensor as the text model alone has it."""
+    """Name of a tensor as the text model alone has it, in a multimodal model or under a head."""
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
-    return name.removeprefix("language_model.")
+    return name.removeprefix("language_model.").removeprefix("bert.")
 
 
 def _plus(tensor: StoredTensor, offset: float) -> Callable[[], QTensor]:

@@ -1,0 +1,174 @@
+"""/v1/embeddings: texts or token ids in, their vectors out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from paceline.backends.base import F32
+from paceline.embedding.build import EmbeddingModel
+from paceline.embedding.queue import EmbeddingQueue, QueueClosedError
+from paceline.engine.checks import check_ids
+from paceline.errors import PacelineError
+from paceline.server.body import read_body, request_id
+from paceline.server.errors import ApiError
+from paceline.server.schema import parse
+from paceline.server.tokens import check_model
+
+EMBEDDINGS_PATH = "/v1/embeddings"
+MAX_INPUTS = 2048
+MAX_TOKENS = 300_000  # of one call
+MAX_WAITING_TOKENS = 1_000_000  # of all calls
+_encode = msgspec.json.Encoder().encode
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's fields."""
+
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None  # checked for its type, kept nowhere
+
+
+class Embeddings:
+    """Answers calls for one model. `max_waiting` bounds the tokens of all calls in the queue."""
+
+    def __init__(self, model: EmbeddingModel, *, max_waiting: int | None = None) -> None:
+        self.model = model
+        self._queue = EmbeddingQueue(model.open, dim=model.dim)
+        self._max_waiting = max_waiting or MAX_WAITING_TOKENS
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedding-text")
+
+    async def embeddings(self, http: HttpRequest) -> Response:
+        body = await read_body(http)
+        loop = asyncio.get_running_loop()
+        request, texts = await loop.run_in_executor(self._threads, self._prepare, body)
+        num_tokens = sum(map(len, texts))
+        waiting = self._queue.num_tokens
+        if waiting and waiting + num_tokens > self._max_waiting:
+            raise ApiError(
+                429, f"the queue is full: {waiting} tokens wait to be embedded, {num_tokens} more "
+                f"are beyond its {self._max_waiting}; try again later",
+                code="queue_full", retry_after_s=self._queue.predict_s() or 1.0,
+            )  # fmt: skip
+        try:
+            vectors = await _attended(self._queue.submit(texts), http.receive)
+        except QueueClosedError as error:
+            raise ApiError(503, str(error), code="shutting_down", retry_after_s=1) from None
+        except PacelineError as error:  # the request was checked: what fails now is the server
+            raise ApiError(500, str(error)) from None
+        answer = await loop.run_in_executor(
+            self._threads, self._answer, vectors, num_tokens, request.encoding_format == "base64"
+        )
+        headers = {"x-request-id": request_id(http)}
+        return Response(answer, media_type="application/json", headers=headers)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._queue.num_tokens
+
+    def close(self) -> None:
+        """Fail what waits, free the model's memory. Idempotent."""
+        self._queue.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, body: bytes) -> tuple[EmbeddingRequest, list[list[int]]]:
+        """Return the request and the token ids of its texts. Raises ApiError or ParameterError."""
+        request = parse(body, EmbeddingRequest)
+        model = self.model
+        check_model(request.model, model.name)
+        if request.dimensions not in (None, model.dim):
+            raise ApiError(
+                400, f"dimensions is {request.dimensions}: the vectors of {model.name} have "
+                f"{model.dim}, and it was not trained to be cut; leave it out",
+                param="dimensions", code="unsupported_parameter",
+            )  # fmt: skip
+        items = split_input(request.input)
+        texts: list[list[int]] = []
+        num_tokens = 0
+        for idx, item in enumerate(items):
+            texts.append(self._ids(item, f"input[{idx}]" if len(items) > 1 else "input"))
+            num_tokens += len(texts[-1])
+            if num_tokens > MAX_TOKENS:
+                raise ApiError(
+                    400, f"input has more than {MAX_TOKENS} tokens in all: send fewer texts a call",
+                    param="input",
+                )  # fmt: skip
+        return request, texts
+
+    def _ids(self, item: str | list[int], param: str) -> list[int]:
+        if isinstance(item, str):
+            if not item:
+                raise ApiError(400, f"{param} is empty: send a text", param="input")
+            return self.model.encode(item, param=param)
+        check_ids(item, param="input", num_ids=self.model.tokenizer.vocab_size)
+        self.model.check(item, param=param)
+        return item
+
+    def _answer(self, vectors: F32, num_tokens: int, is_base64: bool) -> bytes:
+        """Return the JSON, vector by vector: one piece would hold up other threads."""
+        data = []
+        for idx, vector in enumerate(vectors):
+            raw = np.ascontiguousarray(vector, "<f4")
+            shown = base64.b64encode(raw.tobytes()).decode() if is_base64 else raw.tolist()
+            data.append(_encode({"object": "embedding", "index": idx, "embedding": shown}))
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        tail = _encode({"model": self.model.name, "usage": usage})[1:]
+        return b'{"object":"list","data":[' + b",".join(data) + b"]," + tail
+
+
+def split_input(given: str | list[Any]) -> list[str | list[int]]:
+    """Return the texts of a call: of a string, token ids, or a list of either."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise ApiError(400, "input is empty: send texts or token ids", param="input")
+    if _are_ids(given):
+        return [given]
+    if len(given) > MAX_INPUTS:
+        raise ApiError(
+            400, f"input holds {len(given)} texts: send at most {MAX_INPUTS}", param="input"
+        )
+    for idx, item in enumerate(given):
+        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+            raise ApiError(
+                400, f"input[{idx}] is neither a string nor a list of token ids", param="input"
+            )
+    return given
+
+
+def _are_ids(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+
+
+async def _attended(future: Future[F32], receive: Receive) -> F32:
+    """Return the future's result; a client that hangs up meanwhile cancels it. ApiError 499."""
+    result = asyncio.wrap_future(future)
+    gone: asyncio.Future[Any] = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ApiError(499, "the client left before its vectors were there")
+        return result.result()
+    finally:
+        gone.cancel()
+        result.cancel()
+        with suppress(asyncio.CancelledError):
+            await gone
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
