@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
-from paceline.engine.speculation.load import load_proposer
+from paceline.engine.speculation.load import load_proposer, parse_speculate
 from paceline.engine.speculation.ngram import NgramIndex, NgramProposer
 from paceline.errors import ParameterError
 from paceline.types import SamplingParams
@@ -90,15 +90,15 @@ def test_an_index_goes_with_its_sequence() -> None:
 
 
 def test_a_spec_names_the_proposer_and_its_longest_draft() -> None:
-    assert load_proposer("off") is None
-    assert isinstance(load_proposer("ngram"), NgramProposer)
-    proposer = load_proposer("ngram:max=3")
+    assert load_proposer(parse_speculate("off")) is None
+    assert isinstance(load_proposer(parse_speculate("ngram")), NgramProposer)
+    proposer = load_proposer(parse_speculate("ngram:max=3"))
     assert isinstance(proposer, NgramProposer)
     engine = make_engine(
         spelling_script(VOCAB, 3, [9] * 20), proposer=proposer, pace=(pace := Eager(99))
     )
     run(engine, make_request(params=SamplingParams(temperature=0, max_tokens=20)))
-    assert max(step["depth"] for step in pace.seen) == 3
+    assert max(step["num_drafted"] for step in pace.seen) == 3
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_spec_names_the_proposer_and_its_longest_draft() -> None:
 )
 def test_nonsense_is_refused_by_name(spec: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message) as error:
-        load_proposer(spec)
+        parse_speculate(spec)
     assert error.value.param == "speculate"
 
 

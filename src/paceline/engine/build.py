@@ -26,6 +26,8 @@ from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
     from paceline.engine.speculation.base import Proposer
+    from paceline.engine.speculation.draft_load import DraftWeights
+    from paceline.engine.speculation.load import Speculation
     from paceline.measure.recorder import StepRecorder
     from paceline.structured.grammar import Grammar
     from paceline.structured.grammars import Grammars
@@ -148,7 +150,8 @@ def load_model(
     mapped and packed.
     """
     start = time.monotonic()
-    proposer = _new_proposer(config)
+    speculation = _parse_speculation(config)
+    draft = None if speculation is None else _open_draft(speculation, config)
     if path is None:
         from paceline.catalog import resolve
 
@@ -160,11 +163,17 @@ def load_model(
         kv = size_kv(
             checkpoint.config,
             config,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
             available_bytes=available_memory(),
         )
+        num_draft_blocks = 0
+        if draft is not None:
+            kv, num_draft_blocks = draft.split(kv)
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
+    proposer = None
+    if speculation is not None:
+        proposer = _new_proposer(speculation, draft, num_draft_blocks, tokenizer)
     from paceline.structured.grammars import Grammars
 
     recorder = _new_recorder(checkpoint, config) if config.ledger else None
@@ -206,12 +215,27 @@ def load_model(
     return loaded
 
 
-def _new_proposer(config: EngineConfig) -> Proposer | None:
+def _parse_speculation(config: EngineConfig) -> Speculation | None:
     if config.speculate == "off":
         return None
+    from paceline.engine.speculation.load import parse_speculate
+
+    return parse_speculate(config.speculate)
+
+
+def _open_draft(speculation: Speculation, config: EngineConfig) -> DraftWeights | None:
+    from paceline.engine.speculation.load import open_draft
+
+    return open_draft(speculation, config)
+
+
+def _new_proposer(
+    speculation: Speculation, draft: DraftWeights | None, num_blocks: int, tokenizer: Tokenizer
+) -> Proposer | None:
     from paceline.engine.speculation.load import load_proposer
 
-    return load_proposer(config.speculate)
+    model = None if draft is None else draft.load(num_blocks, tokenizer)
+    return load_proposer(speculation, model)
 
 
 def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
@@ -273,7 +297,7 @@ def _load_backend(
     checkpoint: Checkpoint, config: EngineConfig, kv: KVSize, weight_bytes: int
 ) -> tuple[Backend, EngineConfig]:
     """Return the loaded backend, and the config with every choice made."""
-    backend, num_threads = _new_backend(checkpoint.path, config, weight_bytes)
+    backend, num_threads = new_backend(checkpoint.path, config, weight_bytes)
     resolved = replace(
         config,
         max_model_len=kv.max_model_len,
@@ -289,7 +313,7 @@ def _load_backend(
     return backend, resolved
 
 
-def _new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
+def new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Backend, int]:
     """Return the backend that the config names, unloaded, and its number of threads."""
     if config.backend == "native":
         from paceline.backends.native import NativeBackend

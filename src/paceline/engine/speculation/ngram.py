@@ -34,7 +34,7 @@ class NgramProposer:
     def prior(self, kind: int) -> float:
         return kind / (kind + 4)
 
-    def forecast(self, seq: Sequence, limit: int) -> Forecast:
+    def forecast(self, seq: Sequence, limit: int, budget_s: float) -> Forecast:
         index = self._indexes.get(seq.number)
         if index is None:
             index = self._indexes[seq.number] = NgramIndex(len(seq.token_ids))
@@ -46,8 +46,14 @@ class NgramProposer:
     def propose(self, wanted: Seq[tuple[Sequence, Forecast, int]]) -> list[Draft]:
         return [Draft(forecast.tokens[:length]) for _, forecast, length in wanted]
 
+    def round_s(self, num_seqs: int) -> float:
+        return 0.0
+
     def release(self, seq: Sequence) -> None:
         self._indexes.pop(seq.number, None)
+
+    def close(self) -> None:
+        self._indexes.clear()
 
 
 class NgramIndex:
