@@ -185,6 +185,20 @@ def test_it_reads_no_more_than_can_be_paid_for() -> None:
     assert not none.kinds
 
 
+def test_costs_that_kept_it_from_running_are_doubted_until_it_runs() -> None:
+    drafting = Drafting(window=128)
+    [seq] = sequences_of(drafting, tuple(i % VOCAB for i in range(1, 120)))
+    assert not drafting.model.forecast(seq, 4, 1.0).kinds
+    assert drafting.model.round_s(1) == pytest.approx(1.0)
+    for _ in range(300):
+        drafting.model.forecast(seq, 4, 1.0)
+    assert drafting.model.round_s(1) == pytest.approx(0.2)
+    forecast = drafting.model.forecast(seq, 4, 1.0)
+    assert forecast.kinds
+    drafting.model.propose([(seq, forecast, 2)])
+    assert drafting.model.round_s(1) > 0.5
+
+
 def test_a_pool_too_small_for_all_drops_those_drafted_for_longest_ago() -> None:
     drafting = Drafting(num_blocks=7)
     requests = [make_request(str(i), tuple(range(1 + i, 30 + i)), GREEDY) for i in range(4)]

@@ -62,9 +62,10 @@ class DraftModel:
         return _PRIOR
 
     def round_s(self, num_seqs: int) -> float:
-        return self._shadows.cost.seconds(num_seqs)
+        return self._shadows.seconds(num_seqs)
 
     def forecast(self, seq: Sequence, limit: int, budget_s: float) -> Forecast:
+        self._shadows.asked()
         num_tokens = min(limit, self._max_tokens)
         choice = self._choose_start(seq, num_tokens, budget_s)
         if choice is None:
@@ -102,7 +103,7 @@ class DraftModel:
         """Return what reading so many tokens costs on top of a draft's first step."""
         if num_unseen <= _FEW_UNSEEN:
             return 0.0
-        return self._shadows.cost.seconds(num_unseen) - self._shadows.cost.seconds(1)
+        return self._shadows.seconds(num_unseen) - self._shadows.seconds(1)
 
     def propose(self, wanted: Seq[tuple[Sequence, Forecast, int]]) -> list[Draft]:
         numbers = {seq.number for seq, _, _ in wanted}

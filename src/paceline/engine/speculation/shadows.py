@@ -15,6 +15,10 @@ from paceline.engine.sequence import Sequence, State
 from paceline.engine.speculation.row_cost import RowCost
 from paceline.engine.step import StepBuilder
 
+_NUM_SURE = 64  # questions about costs after the latest step that are answered by what it took
+_DOUBT = 0.99  # how much of that is believed, a question later
+_MIN_TRUST = 0.2
+
 
 class Shadow(Struct, eq=False):
     """The draft model's copy of a sequence, from token `start` of the original on.
@@ -64,6 +68,7 @@ class Shadows:
         self._clock_s = clock_s
         self._shadows: dict[int, Shadow] = {}  # by number of the original, the latest used last
         self._num_shadows = 0
+        self._num_asked = 0  # since the latest step
         self.num_read = 0  # tokens that the draft model computed
 
     @property
@@ -71,8 +76,21 @@ class Shadows:
         """Blocks that shadows hold; the others are free or cached."""
         return self._pool.num_live
 
+    def seconds(self, num_rows: int) -> float:
+        """Return what a step of the draft model is expected to take.
+
+        Costs that kept it from running were perhaps those of a bad moment: the longer it has not
+        run, the less is asked for, until it runs and tells.
+        """
+        trust = max(_DOUBT ** max(self._num_asked - _NUM_SURE, 0), _MIN_TRUST)
+        return self.cost.seconds(num_rows) * trust
+
     def get(self, number: int) -> Shadow | None:
         return self._shadows.get(number)
+
+    def asked(self) -> None:
+        """A sequence was offered a draft: of what comes of it `seconds` depends."""
+        self._num_asked += 1
 
     def num_cached(self, original: Sequence, ids: list[int]) -> int:
         """Return how many of `ids`, the text of a shadow that is not there yet, are known."""
@@ -111,27 +129,28 @@ class Shadows:
             seq.num_computed += n
         num_rows = len(step.tokens)
         self.num_read += num_rows
+        self._num_asked = 0
         self.cost.observe(num_rows, self._clock_s() - begin_s)
         return done, logits
 
     def warm_up(self, sizes: Seq[int]) -> None:
         """Learn what steps of so many tokens cost. Precondition: there are no shadows yet."""
         for n in sizes:
-            for _ in range(2):  # the first brings weights into memory
+            places = np.arange(n, dtype=np.int32)
+            step = StepInput(
+                tokens=np.zeros(n, np.int32),
+                positions=places,
+                slots=places,
+                seqs=np.array([[0, n, 0]], np.int32),
+                block_tables=np.arange(self._num_blocks(n), dtype=np.int32)[None],
+                logit_rows=places[-1:],
+            )
+            seconds = []
+            for _ in range(3):  # the first brings weights into memory
                 begin_s = self._clock_s()
-                places = np.arange(n, dtype=np.int32)
-                self._backend.forward(
-                    StepInput(
-                        tokens=np.zeros(n, np.int32),
-                        positions=places,
-                        slots=places,
-                        seqs=np.array([[0, n, 0]], np.int32),
-                        block_tables=np.arange(self._num_blocks(n), dtype=np.int32)[None],
-                        logit_rows=places[-1:],
-                    )
-                )
-                seconds = self._clock_s() - begin_s
-            self.cost.observe(n, seconds)
+                self._backend.forward(step)
+                seconds.append(self._clock_s() - begin_s)
+            self.cost.observe(n, min(seconds))
 
     def drop(self, number: int) -> None:
         """Forget the shadow of a sequence. Idempotent."""
