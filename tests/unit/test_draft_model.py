@@ -42,6 +42,7 @@ class Drafting:
         window: int = 256,
         most: int = 4,
         translation: Translation | None = None,
+        min_confidence: float = 0.0,
         **options: Any,
     ) -> None:
         self.backend = ScriptedBackend(script, num_blocks=num_blocks, block_size=BLOCK_SIZE)
@@ -57,6 +58,7 @@ class Drafting:
         self.model = DraftModel(
             self.shadows, translation or SameTokens(), vocab_size=VOCAB, eos_ids=frozenset(),
             max_tokens=8, window=window, max_len=num_blocks * BLOCK_SIZE,
+            min_confidence=min_confidence,
         )  # fmt: skip
         self.engine: Engine = make_engine(
             TARGET, proposer=self.model, pace=Eager(most), num_blocks=128, **options
@@ -130,6 +132,26 @@ def test_after_wrong_guesses_it_goes_on_from_the_text(most: int) -> None:
     run(drafting.engine, make_request(prompt=prompt, params=GREEDY))
     assert drafting.accepted[0] == num_right(prompt, 40, most)
     assert drafting.accepted[0] < drafting.accepted[1]
+
+
+def test_a_chain_ends_where_the_model_is_unsure() -> None:
+    """One that is sure three times of four: 0.95 for each guess, 0.5 for every fourth."""
+
+    def script(context: list[int]) -> F32:
+        sure = 0.5 if len(context) % 4 == 0 else 0.95
+        logits = np.full(VOCAB, np.log((1 - sure) / (VOCAB - 1)), np.float32)
+        logits[int(TARGET(context).argmax())] = np.log(sure)
+        return logits
+
+    free, bound = Drafting(script, most=8), Drafting(script, most=8, min_confidence=0.6)
+    for drafting in (free, bound):
+        run(drafting.engine, make_request(prompt=tuple(range(1, 30)), params=GREEDY))
+        assert drafting.accepted[0] == drafting.accepted[1]
+    longest = [
+        sum(count > 0 for count in drafting.engine.stats().speculation.drafted_at)
+        for drafting in (free, bound)
+    ]
+    assert longest == [8, 3]
 
 
 def test_one_step_guesses_for_all_sequences() -> None:
