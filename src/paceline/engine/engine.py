@@ -227,6 +227,8 @@ class Engine:
                 log.warning("the engine's step did not end within %.1f s", timeout_s)
                 return
         self._masks.close()
+        if self._speculator is not None:
+            self._speculator.close()
         if self._cache is not None:
             self._cache.close()
         self._backend.close()
