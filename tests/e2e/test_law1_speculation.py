@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
+from paceline.engine.speculation.shadows import Shadows
 from paceline.types import SamplingParams
 from tests.e2e.test_law1 import (
     BLOCK_BYTES,
@@ -24,6 +26,7 @@ from tests.e2e.test_law1 import (
     model_path,
     run,
 )
+from tests.tiny import TinyTokenizer, random_model, write_gguf
 from tests.unit.proposers import Eager, Oracle, Shape, wild_chain, wild_tree
 
 SHAPES: dict[str, Shape | None] = {
@@ -31,9 +34,22 @@ SHAPES: dict[str, Shape | None] = {
 }  # fmt: skip
 
 
+KV_SHARE = "paceline.engine.speculation.draft_load._KV_SHARE"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("law1")
+
+
+@cache
+def draft_path(folder: Path, kind: str) -> Path:
+    """Return a draft model: the tested one in another format, nonsense, or of other tokens."""
+    if kind == "near":
+        return model_path(folder, "q4_0")
+    tokenizer = TinyTokenizer(words=("Ġthe", "in")) if kind == "other tokens" else TinyTokenizer()
+    model = random_model("qwen2", seed=5, tokenizer=tokenizer)
+    return write_gguf(model, folder / f"draft {kind}.gguf", fmt="q8_0")
 
 
 def drafting_engine(path: Path, proposer: Oracle | None, most: int, **options) -> Engine:
@@ -42,7 +58,7 @@ def drafting_engine(path: Path, proposer: Oracle | None, most: int, **options) -
     with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)):
         if proposer is None:
             return make_engine(path, speculate="ngram", **options)
-        with patch(load, lambda spec: proposer):
+        with patch(load, lambda speculation, draft_model: proposer):
             return make_engine(path, speculate="ngram", **options)
 
 
@@ -78,6 +94,50 @@ def test_any_schedule_with_drafts_gives_the_bits_without(
                 assert bits == solo_bits[: len(bits)]
             else:
                 assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+
+
+@pytest.mark.parametrize("kind", ["near", "nonsense", "other tokens"])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    options=engine_options,
+    schedule=st.lists(jobs, min_size=1, max_size=6),
+    name=st.sampled_from(["draft", "draft+ngram"]),
+    most=st.sampled_from([1, 3, 9]),
+    window=st.sampled_from([10, 40, 256]),
+)
+def test_any_schedule_with_a_draft_model_gives_the_bits_without(
+    folder, kind, options, schedule, name, most, window
+):
+    """Half of the memory is the draft model's: pools are as tiny as without, and so is its own."""
+    path = model_path(folder, "q8_0")
+    expected = [alone(path, job) for job in schedule]
+    options = {**options, "kv_memory_bytes": 2 * options["kv_memory_bytes"]}
+    spec = f"{name}:model={draft_path(folder, kind)},max={most},window={window}"
+    with (
+        patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
+        patch(KV_SHARE, 0.5),
+    ):
+        engine = make_engine(path, speculate=spec, **options)
+    results = run(engine, schedule)
+    shadows = shadows_of(engine)
+    shadows.check_integrity()
+    assert not shadows.num_live_blocks
+    engine.stop(5)
+    for result, solo in zip(results, expected, strict=True):
+        for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(result, solo, strict=True):
+            if end == "abort":
+                assert (ids, bits) == (solo_ids[: len(ids)], solo_bits[: len(bits)])
+            else:
+                assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+
+
+def shadows_of(engine: Engine) -> Shadows:
+    assert engine._speculator is not None
+    proposer = engine._speculator._proposer
+    assert proposer is not None, "drafting failed"
+    return getattr(proposer, "_paid", proposer)._shadows
 
 
 def test_trees_beside_prompts_in_a_tiny_pool_are_accepted_and_change_nothing(folder):

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.build import load_model
-from paceline.errors import ParameterError
+from paceline.errors import PacelineError, ParameterError
 from tests.e2e.live import LiveServer, script_model, wait_until
 from tests.unit.proposers import Eager
 
@@ -25,12 +25,12 @@ def plain(script):
         yield live
 
 
-@pytest.fixture(scope="module")
-def drafting(script):
+@pytest.fixture(scope="module", params=["ngram:max=6", "draft:max=6,model={}"])
+def drafting(script, request):
     """It drafts whatever it may: steps of this model are too short for drafts to pay."""
     with (
         patch("paceline.engine.speculation.speculator.Goodput", Eager),
-        LiveServer(script, speculate="ngram:max=6", **OPTIONS) as live,
+        LiveServer(script, speculate=request.param.format(script), **OPTIONS) as live,
     ):
         yield live
 
@@ -87,6 +87,7 @@ def test_metrics_and_usage_tell_the_same_story(drafting):
     for usage in usages:
         assert sum(usage["parts_ms"].values()) == pytest.approx(usage["wall_ms"], abs=1e-6)
     assert any("verify" in usage["parts_ms"] for usage in usages)
+    assert any(usage["parts_ms"].get("draft", 0.0) > 0 for usage in usages)
 
 
 def test_nothing_is_said_of_speculation_where_it_is_off(plain):
@@ -98,3 +99,26 @@ def test_nothing_is_said_of_speculation_where_it_is_off(plain):
 def test_a_spec_that_makes_no_sense_is_refused_before_the_model_is_read():
     with pytest.raises(ParameterError, match="choose one of off, ngram"):
         load_model("/no/such/file.gguf", EngineConfig(speculate="magic"))
+
+
+def test_the_draft_model_gets_an_eighth_of_the_kv_memory(script):
+    options = {**OPTIONS, "kv_memory_bytes": 2**20}
+    plain = load_model(str(script), EngineConfig(**options))
+    drafting = load_model(str(script), EngineConfig(speculate=f"draft:model={script}", **options))
+    try:
+        assert drafting.kv.num_blocks == pytest.approx(plain.kv.num_blocks * 7 / 8, abs=1)
+        assert drafting.engine.stats().num_blocks == drafting.kv.num_blocks
+    finally:
+        plain.engine.stop()
+        drafting.engine.stop()
+
+
+def test_a_pool_without_room_for_a_draft_model_says_how_much_is_needed(script):
+    config = EngineConfig(speculate=f"draft:model={script}", kv_memory_bytes=2**14)
+    with pytest.raises(ParameterError, match="raise --kv-memory to"):
+        load_model(str(script), config)
+
+
+def test_a_draft_model_that_is_not_there_is_named(script):
+    with pytest.raises(PacelineError, match="no-such-model"):
+        load_model(str(script), EngineConfig(speculate="draft:model=no-such-model"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from paceline.engine.sequence import Sequence
-from paceline.engine.speculation.base import ROOT, Draft, Forecast
+from paceline.engine.speculation.base import ROOT, Draft, Forecast, Offer, RoundCost
 
 Shape = Callable[[random.Random, list[int], int], Draft]  # (likely tokens, most nodes) -> a draft
 
@@ -19,11 +20,20 @@ class Eager:
         self.most = most
         self.seen: list[dict[str, float]] = []
 
+    @property
+    def budget_s(self) -> float:
+        return math.inf
+
     def is_open(self, num_rows: int, num_prefill: int) -> bool:
         return True
 
-    def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
-        return [min(len(row), self.most) for row in chances]
+    def better(self, offers: Seq[Offer], num_rows: int, round_s: RoundCost) -> int:
+        return len(self.seen) % len(offers)
+
+    def lengths(
+        self, offers: Seq[Offer], num_rows: int, num_prefill: int, round_s: RoundCost
+    ) -> list[int]:
+        return [min(len(offer.chances), self.most) for offer in offers]
 
     def observe(self, **seen: float) -> None:
         self.seen.append(seen)
@@ -48,7 +58,7 @@ class Oracle:
     def prior(self, kind: int) -> float:
         return 0.5
 
-    def forecast(self, seq: Sequence, limit: int) -> Forecast:
+    def forecast(self, seq: Sequence, limit: int, budget_s: float) -> Forecast:
         return Forecast(kinds=[min(i, self.num_kinds - 1) for i in range(limit)])
 
     def propose(self, wanted: Seq[tuple[Sequence, Forecast, int]]) -> list[Draft]:
@@ -61,8 +71,14 @@ class Oracle:
                 drafts.append(self._shape(self._rng, ahead, length))
         return drafts
 
+    def round_s(self, num_seqs: int) -> float:
+        return 0.0
+
     def release(self, seq: Sequence) -> None:
         self.released.append(seq.number)
+
+    def close(self) -> None:
+        pass
 
 
 def wild_tree(vocab_size: int) -> Shape:

@@ -4,16 +4,18 @@ import json
 
 import pytest
 
-from paceline.bench.spec import Cell, Run, _count, _row
+from paceline.bench.spec import Cell, Run, _count, _row, predict
 from paceline.bench.spec_prompts import PROMPTS
 from paceline.engine.speculation.stats import SpecStats
+from paceline.measure.machine import this_machine
+from paceline.measure.step_table import Curve, StepKind, StepTable
 
 
 def test_a_row_compares_rounds_and_counts_what_each_round_added() -> None:
     cell = Cell("edit", 1)
     text = tuple(range(11))
-    cell.plain = [Run(2.0, (text,), 10), Run(4.0, (text,), 10)]
-    cell.drafting = [Run(1.0, (text,), 4), Run(1.0, (text,), 6)]
+    cell.plain = [Run(2.0, (text,), 10, 50), Run(4.0, (text,), 10, 50)]
+    cell.drafting = [Run(1.0, (text,), 4, 50), Run(1.0, (text,), 6, 50)]
     stats = SpecStats.empty()
     for depths, accepted in (([1, 2, 3], 2), ([1, 2], 0)):
         before = stats.copy()
@@ -32,8 +34,36 @@ def test_a_row_compares_rounds_and_counts_what_each_round_added() -> None:
 
 def test_a_text_that_differs_is_told() -> None:
     cell = Cell("edit", 1)
-    cell.plain, cell.drafting = [Run(1.0, ((1, 2),), 2)], [Run(1.0, ((1, 3),), 2)]
+    cell.plain, cell.drafting = [Run(1.0, ((1, 2),), 2, 9)], [Run(1.0, ((1, 3),), 2, 9)]
     assert not _row(cell)["is_same_text"]
+
+
+def step_table() -> StepTable:
+    """Return a table by which a token more of one sequence costs a tenth of a step."""
+    kinds: tuple[tuple[StepKind, float], ...] = (
+        ("prefill", 0.05), ("verify", 0.1), ("decode", 0.2),
+    )  # fmt: skip
+    return StepTable(
+        model="m", machine=this_machine(), num_threads=1, kv_dtype="f16", block_size=16,
+        curves=tuple(
+            Curve(kind=kind, context=0, points=((1, 1.0), (11, 1.0 + 10 * each)))
+            for kind, each in kinds
+        ),
+    )  # fmt: skip
+
+
+def test_the_prediction_prices_the_steps_that_ran_and_those_that_were_saved() -> None:
+    cell = Cell("edit", 1, num_accepted=6)
+    cell.steps = {(1, 0): 2, (1, 3): 2}
+    # Ten plain steps against two of one row and two of four rows.
+    assert predict(cell, step_table()) == pytest.approx(10 / (2 + 2 * 1.3))
+    cell.draft_s = 1.4
+    assert predict(cell, step_table()) == pytest.approx(10 / 6)
+    batch = Cell("edit", 2, num_accepted=4)
+    batch.steps = {(2, 2): 2}
+    # Four steps of two sequences against two with a row more for each.
+    assert predict(batch, step_table()) == pytest.approx(4 * 1.2 / (2 * 1.4))
+    assert predict(Cell("edit", 1), step_table()) is None
 
 
 @pytest.mark.parametrize("workload", PROMPTS)

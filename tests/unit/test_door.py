@@ -11,7 +11,9 @@ from paceline.server.door import Door, Keys, Life, read_keys
 KEY = "sk-0123456789abcdef"
 
 
-def knock(path="/v1/completions", method="POST", *, life=None, keys=None, authorization=None):
+def knock(
+    path="/v1/completions", method="POST", *, life=None, keys=None, authorization=None, **others
+):
     """Return the status, the headers and the body of a reply; whoever gets in finds a 200."""
     sent = []
     life = life or Life()
@@ -26,6 +28,7 @@ def knock(path="/v1/completions", method="POST", *, life=None, keys=None, author
         sent.append(message)
 
     headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    headers += [(k.replace("_", "-").encode(), v.encode()) for k, v in others.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
     door = Door(room, life=life, keys=keys, counted=frozenset({"/v1/completions"}))
     asyncio.run(door(scope, None, send))
@@ -50,6 +53,14 @@ def test_a_key_opens_the_door_and_nothing_else_does(keys):
         assert (status, headers["www-authenticate"], seen) == (401, "Bearer", [])
         assert b"invalid_api_key" in body
         assert KEY.encode() not in body
+
+
+def test_a_key_may_come_as_anthropics_clients_send_it(keys):
+    assert knock(keys=keys, x_api_key=KEY)[0] == 200
+    assert knock(keys=keys, x_api_key=f"{KEY}x")[0] == 401
+    assert knock(keys=keys, x_api_key=KEY, authorization="Bearer wrong")[0] == 401
+    body = knock("/v1/messages", keys=keys, x_api_key="wrong")[2]
+    assert b'"type":"authentication_error"' in body
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/", "/page/app.js"])

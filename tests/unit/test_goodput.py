@@ -7,6 +7,7 @@ import random
 import pytest
 
 from paceline.engine.speculation.acceptance import Acceptance
+from paceline.engine.speculation.base import Offer
 from paceline.engine.speculation.goodput import Goodput
 from paceline.engine.speculation.row_cost import RowCost
 
@@ -14,6 +15,16 @@ from paceline.engine.speculation.row_cost import RowCost
 def machine(base: float, slope: float):
     """Return the seconds of a step of so many rows."""
     return lambda num_rows: base * (1 + slope * (num_rows - 1))
+
+
+def offers_of(
+    chances: list[list[float]], *, is_free: bool = True, setup_s: float = 0.0, num_left: int = 999
+) -> list[Offer]:
+    return [Offer(row, is_free, setup_s, num_left) for row in chances]
+
+
+def lengths_of(pace: Goodput, chances: list[list[float]], num_rows: int, num_prefill: int = 0):
+    return pace.lengths(offers_of(chances), num_rows, num_prefill, lambda num_seqs: 0.0)
 
 
 def play(
@@ -25,31 +36,46 @@ def play(
     num_seqs: int = 1,
     believed: float | None = None,
     draft_s: float = 0.0,
+    setup_s: float = 0.0,
+    text_steps: int = 64,
     seed: int = 0,
 ) -> tuple[float, float]:
     """Return (tokens, seconds) of steps whose guesses are right with `chance`.
 
-    The pace is told the chance that it is `believed` to be.
+    The pace is told the chance that it is `believed` to be. A guess for each sequence costs
+    `draft_s`, and the first ones for every `text_steps` steps cost `setup_s` a sequence before.
     """
     rng = random.Random(seed)
     tokens = total_s = 0.0
-    for _ in range(num_steps):
-        chances = [[chance if believed is None else believed] * 15] * num_seqs
-        lengths = pace.lengths(chances, num_seqs, 0)
+    is_set_up = [False] * num_seqs
+    for step in range(num_steps):
+        if step % text_steps == 0:
+            is_set_up = [False] * num_seqs
+        offers = [
+            Offer(
+                [chance if believed is None else believed] * 15, not draft_s,
+                0.0 if is_ready else setup_s, text_steps - step % text_steps,
+            )
+            for is_ready in is_set_up
+        ]  # fmt: skip
+        lengths = pace.lengths(offers, num_seqs, 0, lambda num_seqs: draft_s)
         accepted = 0
         for length in lengths:
             for _ in range(length):
                 if rng.random() >= chance:
                     break
                 accepted += 1
-        depth, num_drafted = max(lengths), sum(lengths)
+        num_drafted = sum(lengths)
+        setup = sum(offer.setup_s for offer, length in zip(offers, lengths, strict=True) if length)
+        is_set_up = [a or b > 0 for a, b in zip(is_set_up, lengths, strict=True)]
         seconds = cost(num_seqs + num_drafted) * rng.uniform(0.9, 1.1)
+        drafting_s = setup + draft_s * max(lengths)
         pace.observe(
-            num_rows=num_seqs + num_drafted, num_drafted=num_drafted, depth=depth,
-            num_accepted=accepted, num_prefill=0, seconds=seconds, draft_s=draft_s * depth,
+            num_rows=num_seqs + num_drafted, num_drafted=num_drafted, num_accepted=accepted,
+            num_prefill=0, seconds=seconds, draft_s=drafting_s, setup_s=setup,
         )  # fmt: skip
         tokens += num_seqs + accepted
-        total_s += seconds + draft_s * depth
+        total_s += seconds + drafting_s
     return tokens, total_s
 
 
@@ -62,14 +88,14 @@ def speed_up(pace: Goodput, cost, chance: float, **options) -> float:
 def test_cheap_rows_and_sure_guesses_give_long_drafts() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.1), 0.98)
-    assert pace.lengths([[0.98] * 15], 1, 0)[0] >= 12
+    assert lengths_of(pace, [[0.98] * 15], 1, 0)[0] >= 12
     assert speed_up(pace, machine(0.05, 0.1), 0.98) > 4
 
 
 def test_dear_rows_mean_no_drafts() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 1.0), 0.9)
-    assert pace.lengths([[0.9] * 15], 1, 0) == [0]
+    assert lengths_of(pace, [[0.9] * 15], 1, 0) == [0]
 
 
 def test_the_length_is_near_the_best_fixed_one() -> None:
@@ -102,14 +128,14 @@ def test_a_large_batch_drafts_less_than_one_stream() -> None:
     one, many = Goodput(), Goodput()
     play(one, cost, 0.7)
     play(many, cost, 0.7, num_seqs=16)
-    assert sum(one.lengths([[0.7] * 15], 1, 0)) >= 3
-    assert sum(many.lengths([[0.7] * 15] * 16, 16, 0)) == 0
+    assert sum(lengths_of(one, [[0.7] * 15], 1, 0)) >= 3
+    assert sum(lengths_of(many, [[0.7] * 15] * 16, 16)) == 0
 
 
 def test_the_likeliest_guesses_of_all_sequences_are_drafted() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.35), 0.6, num_seqs=2)
-    lengths = pace.lengths([[0.05] * 8, [0.99] * 8], 2, 0)
+    lengths = lengths_of(pace, [[0.05] * 8, [0.99] * 8], 2, 0)
     assert lengths[0] == 0
     assert lengths[1] >= 2
 
@@ -117,7 +143,7 @@ def test_the_likeliest_guesses_of_all_sequences_are_drafted() -> None:
 def test_a_prompt_in_the_step_means_no_drafts() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.05), 0.95)
-    assert pace.lengths([[0.95] * 8], 1, 100) == [0]
+    assert lengths_of(pace, [[0.95] * 8], 1, 100) == [0]
 
 
 def test_nobody_is_asked_for_drafts_that_could_not_pay() -> None:
@@ -136,15 +162,15 @@ def test_nobody_is_asked_for_drafts_that_could_not_pay() -> None:
 
 
 def test_nothing_is_drafted_before_a_step_was_measured() -> None:
-    assert Goodput().lengths([[0.9] * 8], 1, 0) == [0]
+    assert lengths_of(Goodput(), [[0.9] * 8], 1) == [0]
 
 
 def test_drafts_come_back_when_they_pay_again() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 1.5), 0.9)
-    assert pace.lengths([[0.9] * 8], 1, 0) == [0]
+    assert lengths_of(pace, [[0.9] * 8], 1, 0) == [0]
     play(pace, machine(0.05, 0.1), 0.9, num_steps=1500)
-    assert pace.lengths([[0.9] * 8], 1, 0)[0] >= 4
+    assert lengths_of(pace, [[0.9] * 8], 1, 0)[0] >= 4
 
 
 def test_the_price_of_making_drafts_counts() -> None:
@@ -153,19 +179,83 @@ def test_the_price_of_making_drafts_counts() -> None:
     assert speed_up(Goodput(), cost, 0.3, draft_s=0.025) > 0.98
     pace = Goodput()
     play(pace, cost, 0.3, draft_s=0.025)
-    assert pace.lengths([[0.3] * 8], 1, 0) == [0]
+    offers = offers_of([[0.3] * 8], is_free=False)
+    assert pace.lengths(offers, 1, 0, lambda num_seqs: 0.025) == [0]
     assert speed_up(Goodput(), cost, 0.95, draft_s=0.01, num_steps=2000) > 1.5
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("believed", [None, 0.95])
+@pytest.mark.parametrize("draft_s", [0.01, 0.03])
+@pytest.mark.parametrize("setup_s", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("num_seqs", [1, 8])
+def test_a_model_loses_at_most_its_fund_beside_the_credit(
+    chance: float, believed: float | None, draft_s: float, setup_s: float, num_seqs: int
+) -> None:
+    """800 steps: one of credit, three of the fund, and nine in a thousand for ever."""
+    cost = machine(0.05, 0.2)
+    ratio = speed_up(
+        Goodput(), cost, chance, believed=believed, draft_s=draft_s, setup_s=setup_s,
+        num_seqs=num_seqs, num_steps=800,
+    )  # fmt: skip
+    assert ratio > 1 - (1 + 3 + 0.009 * 800) / 800 - 0.006  # and the noise of steps
+
+
+@pytest.mark.parametrize("setup_s", [0.1, 0.5])
+def test_a_good_hour_pays_for_a_bounded_loss_after_it(setup_s: float) -> None:
+    cost, num_steps = machine(0.05, 0.1), 800
+    pace = Goodput()
+    assert speed_up(pace, cost, 0.95, draft_s=0.01, setup_s=0.1, num_steps=2000) > 1.5
+    assert pace.fund > 20
+    ratio = speed_up(pace, cost, 0.1, believed=0.95, draft_s=0.01, setup_s=setup_s,
+                     num_steps=num_steps)  # fmt: skip
+    assert ratio > 1 - (4 + 24 + 0.009 * num_steps) / num_steps - 0.006
+
+
+def test_set_ups_are_paid_where_texts_are_long_enough_to_win_them_back() -> None:
+    cost = machine(0.05, 0.1)
+    options = {"draft_s": 0.01, "num_steps": 2000}
+    assert speed_up(Goodput(), cost, 0.9, setup_s=0.15, text_steps=64, **options) > 1.3
+    assert speed_up(Goodput(), cost, 0.9, setup_s=0.15, text_steps=4, **options) > 0.99
+
+
+def test_the_better_of_two_offers_is_the_one_that_gives_more_tokens_a_second() -> None:
+    pace = Goodput()
+    play(pace, machine(0.05, 0.1), 0.9)
+    [free], [dear] = offers_of([[0.5] * 8]), offers_of([[0.9] * 8], is_free=False)
+
+    def better(round_s: float) -> int:
+        return pace.better([free, dear], 1, lambda num_seqs: round_s)
+
+    assert better(0.001) == 1
+    assert better(0.05) == 0
+    [unread] = offers_of([[0.9] * 8], is_free=False, setup_s=99.0)
+    assert pace.better([free, unread], 1, lambda num_seqs: 0.001) == 0
+
+
+def test_a_round_for_many_sequences_counts_once() -> None:
+    """Where one guess for all costs little more than one for one, a batch drafts too."""
+
+    def cost(num_rows: int) -> float:
+        return 0.05 * (1 + 0.02 * num_rows)
+
+    pace = Goodput()
+    play(pace, cost, 0.8, num_seqs=8)
+    offers = offers_of([[0.8] * 4] * 8, is_free=False)
+    shared = pace.lengths(offers, 8, 0, lambda num_seqs: 0.01 * (num_seqs > 0))
+    each = pace.lengths(offers, 8, 0, lambda num_seqs: 0.02 * num_seqs)
+    assert sum(shared) > sum(each)
 
 
 def test_an_interrupted_step_is_not_the_drafts_fault() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.1), 0.9)
     before = pace.balance
-    [length] = pace.lengths([[0.9] * 8], 1, 0)
-    pace.observe(num_rows=1 + length, num_drafted=length, depth=length, num_accepted=length,
-                 num_prefill=0, seconds=30.0, draft_s=0.0)  # fmt: skip
+    [length] = lengths_of(pace, [[0.9] * 8], 1, 0)
+    pace.observe(num_rows=1 + length, num_drafted=length, num_accepted=length,
+                 num_prefill=0, seconds=30.0, draft_s=0.0, setup_s=0.0)  # fmt: skip
     assert pace.balance > before - 2
-    assert pace.lengths([[0.9] * 8], 1, 0)[0] >= 4
+    assert lengths_of(pace, [[0.9] * 8], 1, 0)[0] >= 4
 
 
 def test_costs_between_measured_sizes_lie_on_the_line_between_them() -> None:

@@ -5,8 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig
-from paceline.engine.speculation.load import load_proposer
-from paceline.engine.speculation.ngram import NgramIndex, NgramProposer
+from paceline.engine.speculation import history
+from paceline.engine.speculation.history import History
+from paceline.engine.speculation.index import NgramIndex
+from paceline.engine.speculation.load import load_proposer, parse_speculate
+from paceline.engine.speculation.ngram import NgramProposer
 from paceline.errors import ParameterError
 from paceline.types import SamplingParams
 from tests.unit.proposers import Eager
@@ -90,15 +93,15 @@ def test_an_index_goes_with_its_sequence() -> None:
 
 
 def test_a_spec_names_the_proposer_and_its_longest_draft() -> None:
-    assert load_proposer("off") is None
-    assert isinstance(load_proposer("ngram"), NgramProposer)
-    proposer = load_proposer("ngram:max=3")
+    assert load_proposer(parse_speculate("off")) is None
+    assert isinstance(load_proposer(parse_speculate("ngram")), NgramProposer)
+    proposer = load_proposer(parse_speculate("ngram:max=3"))
     assert isinstance(proposer, NgramProposer)
     engine = make_engine(
         spelling_script(VOCAB, 3, [9] * 20), proposer=proposer, pace=(pace := Eager(99))
     )
     run(engine, make_request(params=SamplingParams(temperature=0, max_tokens=20)))
-    assert max(step["depth"] for step in pace.seen) == 3
+    assert max(step["num_drafted"] for step in pace.seen) == 3
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_a_spec_names_the_proposer_and_its_longest_draft() -> None:
 )
 def test_nonsense_is_refused_by_name(spec: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message) as error:
-        load_proposer(spec)
+        parse_speculate(spec)
     assert error.value.param == "speculate"
 
 
@@ -124,3 +127,55 @@ def test_the_config_takes_a_spec_and_nothing_else() -> None:
     assert EngineConfig(speculate="ngram:max=4").speculate == "ngram:max=4"
     with pytest.raises(ParameterError, match="speculate"):
         EngineConfig(speculate=8)  # type: ignore[arg-type]
+
+
+def test_what_followed_in_an_earlier_answer_is_copied() -> None:
+    answers = History()
+    answers.add("", [1, 2, 3, 4])
+    answers.add("", [9, 2, 3, 5])
+    assert answers.look_up("", [7, 1, 2, 3], 4) == (3, [4])
+    assert answers.look_up("", [8, 2, 3], 4) == (2, [5])
+    assert answers.look_up("", [3, 4], 4) == (0, [])  # nothing of the next answer follows
+    assert answers.look_up("", [4, 9], 4) == (0, [])  # and nothing begins in the one before
+
+
+def test_another_tenants_answers_are_no_guesses() -> None:
+    answers = History()
+    answers.add("one", [1, 2, 3, 4])
+    assert answers.look_up("one", [1, 2, 3], 4) == (3, [4])
+    assert answers.look_up("two", [1, 2, 3], 4) == answers.look_up("", [1, 2, 3], 4) == (0, [])
+
+
+def test_the_latest_answers_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_MAX_TOKENS", 64)
+    monkeypatch.setattr(history, "_MAX_TENANTS", 3)
+    answers = History()
+    for i in range(40):
+        answers.add("a", [i, 100 + i, 200 + i, 7])
+        assert answers.look_up("a", [i, 100 + i], 1) == (0, [])  # two tokens are no text yet
+        assert answers.look_up("a", [5, i, 100 + i], 1) == (2, [200 + i])
+        assert len(answers._tenants["a"]._tokens) <= 64
+    assert answers.look_up("a", [5, 2, 102], 1) == (0, [])
+    answers.add("a", list(range(500)))
+    assert len(answers._tenants["a"]._tokens) <= 64
+    for tenant in "bcd":
+        answers.add(tenant, [1, 2, 3])
+    assert list(answers._tenants) == ["b", "c", "d"]
+
+
+def test_an_answer_written_before_is_drafted_and_gives_the_same_text() -> None:
+    """The second time the answer is known; under another salt it is not."""
+    engine = make_engine(proposer=NgramProposer(8), pace=Eager(8), num_blocks=128)
+    params = SamplingParams(temperature=0, max_tokens=60)
+
+    def accepted(request_id: str, prompt: tuple[int, ...], salt: str) -> int:
+        before = engine.stats().speculation.copy()
+        [answer] = run(engine, make_request(request_id, prompt, params, cache_salt=salt)).values()
+        plain = run(make_engine(num_blocks=128), make_request(request_id, prompt, params))
+        assert answer.outcome() == plain[request_id, 0].outcome()
+        return engine.stats().speculation.num_accepted - before.num_accepted
+
+    prompt = tuple(range(1, 20))
+    first = accepted("a", prompt, "")
+    assert accepted("b", prompt, "") > first + 30
+    assert accepted("c", prompt, "another") == first

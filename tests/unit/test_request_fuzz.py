@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 
 from paceline.errors import ParameterError
 from paceline.server.errors import ApiError
+from paceline.server.messages.schema import CountRequest, MessageRequest
+from paceline.server.messages.translate import read_count, read_message
 from paceline.server.params import check_stream_options, priority, sampling_params, split_prompts
+from paceline.server.responses.schema import ResponseRequest
+from paceline.server.responses.store import ResponseStore
+from paceline.server.responses.translate import read_response
 from paceline.server.schema import INFORMATIONAL, ChatRequest, CompletionRequest, parse
 from paceline.server.tokens import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools import tool_use
 
 WORDS = st.sampled_from([
     "type", "function", "name", "parameters", "json_schema", "schema", "json_object", "auto",
-    "none", "required", "text", "regex", "choice", "grammar", "include_usage", "97", "strict",
+    "none", "required", "text", "role", "content", "tool_use", "tool_result", "input_schema",
+    "user", "any", "tool",
+    "input_text", "function_call", "function_call_output", "call_id",
+    "regex", "choice", "grammar", "include_usage", "97", "strict",
 ])  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | WORDS
 VALUES = st.recursive(
@@ -31,11 +39,20 @@ VALUES = st.recursive(
 
 
 def fields_of(kind):
-    return sorted({*kind.__struct_fields__, *getattr(kind, "neutral", ()), *INFORMATIONAL})
+    noted = getattr(kind, "noted", INFORMATIONAL)
+    return sorted({*kind.__struct_fields__, *getattr(kind, "neutral", ()), *noted})
+
+
+READERS = {
+    CountRequest: read_count,
+    MessageRequest: read_message,
+    ResponseRequest: lambda body: read_response(body, ResponseStore(), ""),
+}
 
 
 def read(body: bytes, kind: type) -> None:
-    request = parse(body, kind)
+    reader = READERS.get(kind)
+    request = parse(body, kind) if reader is None else reader(body).request
     if isinstance(request, ChatRequest):
         tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
     if isinstance(request, CompletionRequest):
@@ -53,6 +70,12 @@ def read(body: bytes, kind: type) -> None:
         (CompletionRequest, {"model": "m", "prompt": "Hi"}),
         (TokenizeRequest, {"prompt": "Hi"}),
         (DetokenizeRequest, {"tokens": [1]}),
+        (CountRequest, {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}),
+        (ResponseRequest, {"model": "m", "input": "Hi"}),
+        (
+            MessageRequest,
+            {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]},
+        ),
     ],
 )
 @settings(max_examples=150, deadline=None)
@@ -71,6 +94,6 @@ def test_odd_fields_are_refused_with_a_message(kind, needed, data):
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_odd_bytes_are_refused_with_a_message(body):
-    for kind in (ChatRequest, CompletionRequest, DetokenizeRequest):
+    for kind in (ChatRequest, CompletionRequest, DetokenizeRequest, *READERS):
         with pytest.raises(ApiError):
             read(body, kind)

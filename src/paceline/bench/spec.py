@@ -16,6 +16,7 @@ from paceline.types import SamplingParams
 if TYPE_CHECKING:
     from paceline.engine.build import LoadedModel
     from paceline.engine.speculation.stats import SpecStats
+    from paceline.measure.step_table import StepTable
 
 
 class Run(Struct, frozen=True):
@@ -24,6 +25,7 @@ class Run(Struct, frozen=True):
     decode_s: float
     texts: tuple[tuple[int, ...], ...]
     num_steps: int
+    context: int  # tokens before the middle of an answer, the mean over the batch
 
 
 class Cell(Struct, eq=False):
@@ -39,6 +41,8 @@ class Cell(Struct, eq=False):
     num_expected: float = 0.0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    draft_s: float = 0.0
+    steps: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def measure(
@@ -49,9 +53,13 @@ def measure(
     batches: Sequence[int],
     num_tokens: int,
     num_rounds: int,
+    table: StepTable | None = None,
     on_round: Callable[[str, int, int], None] = lambda workload, batch, idx: None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each workload and batch size. The two engines take turns in each round."""
+    """Return a row for each workload and batch size. The two engines take turns in each round.
+
+    `table` is what steps of the plain engine cost; without it no speed-up is predicted.
+    """
     for loaded in (plain, drafting):
         run_batch(loaded, ["Hello"], 8)
     rows = []
@@ -67,7 +75,7 @@ def measure(
                 before = _totals(drafting)
                 cell.drafting.append(run_batch(drafting, prompts, num_tokens))
                 _count(cell, before, _totals(drafting))
-            rows.append(_row(cell))
+            rows.append(_row(cell, table))
     return rows
 
 
@@ -82,10 +90,13 @@ def run_batch(loaded: LoadedModel, prompts: Sequence[str], num_tokens: int) -> R
         if delta.token_ids and not texts[delta.request_id]:
             last_first = end
         texts[delta.request_id] += delta.token_ids
+    num_known = sum(len(request.prompt_token_ids) for request in requests)
+    num_known += sum(map(len, texts.values())) // 2
     return Run(
         end - last_first,
         tuple(map(tuple, texts.values())),
         loaded.engine.stats().num_steps - num_steps,
+        num_known // len(requests),
     )
 
 
@@ -106,6 +117,9 @@ def _count(cell: Cell, before: SpecStats, after: SpecStats) -> None:
     cell.num_drafted += after.num_drafted - before.num_drafted
     cell.num_accepted += after.num_accepted - before.num_accepted
     cell.num_expected += after.num_expected - before.num_expected
+    cell.draft_s += after.draft_s - before.draft_s
+    for size, count in after.steps.items():
+        cell.steps[size] = cell.steps.get(size, 0) + count - before.steps.get(size, 0)
     num_positions = len(after.drafted_at)
     for total, name in ((cell.drafted_at, "drafted_at"), (cell.accepted_at, "accepted_at")):
         total.extend([0] * (num_positions - len(total)))
@@ -113,7 +127,34 @@ def _count(cell: Cell, before: SpecStats, after: SpecStats) -> None:
             total[i] += b - a
 
 
-def _row(cell: Cell) -> dict[str, Any]:
+def predict(cell: Cell, table: StepTable) -> float | None:
+    """Return the speed-up that the steps saved promise at the costs of `table`.
+
+    Steps of rows without and with drafts are priced by the table, the plain run as so many steps
+    without drafts as it had; guesses cost what they took. Neither the machine's mood nor what comes
+    on top of the forward is in it. None where no step ran.
+    """
+    context = sum(run.context for run in cell.plain) // max(len(cell.plain), 1)
+    drafting_s = cell.draft_s
+    num_steps = num_rows = 0
+    for (num_plain, num_drafted), count in cell.steps.items():
+        drafting_s += count * _step_s(table, num_plain, num_drafted, context)
+        num_steps += count
+        num_rows += count * num_plain
+    if not num_steps or not drafting_s:
+        return None
+    # Each guess that was right is a row of a plain step that the drafting engine did without.
+    num_plain_steps = num_steps * (num_rows + cell.num_accepted) / num_rows
+    return num_plain_steps * _step_s(table, num_rows / num_steps, 0, context) / drafting_s
+
+
+def _step_s(table: StepTable, num_plain: float, num_drafted: int, context: int) -> float:
+    """Return what a step of so many sequences with so many guesses in all costs."""
+    rows_s = [table.seconds(num_plain + n, context, kind="verify") for n in (num_drafted, 0)]
+    return table.seconds(num_plain, context, kind="decode") + rows_s[0] - rows_s[1]
+
+
+def _row(cell: Cell, table: StepTable | None = None) -> dict[str, Any]:
     ratios = [a.decode_s / b.decode_s for a, b in zip(cell.plain, cell.drafting, strict=True)]
     return {
         "workload": cell.workload,
@@ -127,6 +168,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         "speed_up": {
             "median": statistics.median(ratios), "low": min(ratios), "high": max(ratios),
         },
+        "predicted_speed_up": None if table is None else predict(cell, table),
         "steps_saved": 1 - sum(r.num_steps for r in cell.drafting) / sum(
             r.num_steps for r in cell.plain
         ),

@@ -327,11 +327,11 @@ def print_spec(document: dict[str, Any]) -> None:
     """Print the rows of `paceline bench spec`: medians, and ranges over the rounds."""
     console = report_console()
     table = Table(box=None, pad_edge=False)
-    for title in ("workload", "batch", "plain tok/s", "tok/s", "speed-up", "right / drafted",
-                  "a draft", "same text"):  # fmt: skip
+    for title in ("workload", "batch", "plain tok/s", "tok/s", "speed-up", "predicted",
+                  "right / drafted", "a draft", "same text"):  # fmt: skip
         table.add_column(title, justify="right", no_wrap=True)
     for row in document["rows"]:
-        length = row["mean_accepted_length"]
+        length, predicted = row["mean_accepted_length"], row["predicted_speed_up"]
         speed_up = row["speed_up"]
         table.add_row(
             row["workload"],
@@ -339,6 +339,7 @@ def print_spec(document: dict[str, Any]) -> None:
             f"{row['plain_tokens_per_s']:.1f}",
             f"{row['tokens_per_s']:.1f}",
             f"{speed_up['median']:.2f} ({speed_up['low']:.2f} to {speed_up['high']:.2f})",
+            "-" if predicted is None else f"{predicted:.2f}",
             f"{row['num_accepted']} / {row['num_drafted']}",
             "-" if length is None else f"{length:.1f}",
             "yes" if row["is_same_text"] else "NO",

@@ -38,19 +38,24 @@ def spec(
 ) -> None:
     """Measure decoding with and without `--speculate`, in turns, over six kinds of text.
 
-    Texts are greedy, so both engines must write the same; the report says whether they did.
+    Beside the measured speed-up stands the one that the steps saved promise by the cost of steps on
+    this machine, which is measured once (10 s and more) and kept. Texts are greedy, so both engines
+    must write the same; the report says whether they did.
     `--speculate` is ngram unless given.
 
     **Examples**
 
     - `paceline bench spec qwen2.5-coder-1.5b`
 
-    - `paceline bench spec qwen2.5-coder-0.5b --workloads edit,prose --batch 1,8 --json`
+    - `paceline bench spec qwen2.5-coder-0.5b --workloads edit,prose --batch 1,8,32 --json`
+
+    - `paceline bench spec qwen2.5-coder-1.5b --speculate draft+ngram:model=qwen2.5-coder-0.5b`
     """
     from paceline.bench.spec import measure
     from paceline.bench.spec_prompts import PROMPTS
     from paceline.bench.terminal import offline_status, print_spec
     from paceline.cli.loading import load
+    from paceline.measure.step_table import find_step_table
 
     names = workloads.split(",")
     for name in names:
@@ -63,6 +68,10 @@ def spec(
     plain = load(model, replace(config, speculate="off"))
     drafting = load(model, config)
     with offline_status() as say:
+        # Before anything is in the KV cache: measuring overwrites it.
+        table = find_step_table(
+            plain, on_shape=lambda name, done, total: say(f"{done + 1} of {total}: {name}")
+        )
         rows = measure(
             plain,
             drafting,
@@ -70,6 +79,7 @@ def spec(
             batches=batches,
             num_tokens=output_tokens,
             num_rounds=rounds,
+            table=table,
             on_round=lambda name, size, idx: say(f"round {idx} of {rounds}: {size} x {name}"),
         )
     document = {

@@ -36,6 +36,7 @@ _COMMANDS = {
     "bench": "app",
     "roofline": "roofline",
     "explain": "explain",
+    "cache": "app",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

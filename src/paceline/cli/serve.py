@@ -148,7 +148,9 @@ def serve(
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
-    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/completions, /v1/embeddings.
+    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/responses, /v1/embeddings.
+
+    Anthropic's clients find /v1/messages: set their ANTHROPIC_BASE_URL to http://localhost:8000.
 
     A browser finds a page at /: a chat, and where its time goes. /health says what the engine
     is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an

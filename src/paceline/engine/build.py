@@ -31,6 +31,8 @@ from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
     from paceline.engine.speculation.base import Proposer
+    from paceline.engine.speculation.draft_load import DraftWeights
+    from paceline.engine.speculation.load import Speculation
     from paceline.measure.recorder import StepRecorder
     from paceline.structured.grammar import Grammar
     from paceline.structured.grammars import Grammars
@@ -153,7 +155,8 @@ def load_model(
     mapped and packed.
     """
     start = time.monotonic()
-    proposer = _new_proposer(config)
+    speculation = _parse_speculation(config)
+    draft = None if speculation is None else _open_draft(speculation, config)
     if path is None:
         from paceline.catalog import resolve
 
@@ -167,11 +170,17 @@ def load_model(
         kv = size_kv(
             checkpoint.config,
             config,
-            weight_bytes=weight_bytes,
+            weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
             available_bytes=available_memory(),
         )
+        num_draft_blocks = 0
+        if draft is not None:
+            kv, num_draft_blocks = draft.split(kv)
         backend, resolved = _load_backend(checkpoint, config, kv, weight_bytes)
         tokenizer, template = text.result()
+    proposer = None
+    if speculation is not None:
+        proposer = _new_proposer(speculation, draft, num_draft_blocks, tokenizer)
     from paceline.structured.grammars import Grammars
 
     recorder = _new_recorder(checkpoint, config) if config.ledger else None
@@ -213,12 +222,27 @@ def load_model(
     return loaded
 
 
-def _new_proposer(config: EngineConfig) -> Proposer | None:
+def _parse_speculation(config: EngineConfig) -> Speculation | None:
     if config.speculate == "off":
         return None
+    from paceline.engine.speculation.load import parse_speculate
+
+    return parse_speculate(config.speculate)
+
+
+def _open_draft(speculation: Speculation, config: EngineConfig) -> DraftWeights | None:
+    from paceline.engine.speculation.load import open_draft
+
+    return open_draft(speculation, config)
+
+
+def _new_proposer(
+    speculation: Speculation, draft: DraftWeights | None, num_blocks: int, tokenizer: Tokenizer
+) -> Proposer | None:
     from paceline.engine.speculation.load import load_proposer
 
-    return load_proposer(config.speculate)
+    model = None if draft is None else draft.load(num_blocks, tokenizer)
+    return load_proposer(speculation, model)
 
 
 def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:

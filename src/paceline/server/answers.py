@@ -25,7 +25,7 @@ from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
-from paceline.server.door import cache_salt
+from paceline.server.door import cache_salt, tenant
 from paceline.server.errors import ApiError
 from paceline.server.openai import read_chat, read_completion
 from paceline.server.params import (
@@ -56,7 +56,7 @@ MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told t
 STOP_TIMEOUT_S = 5.0
 # Parsing and tokenising a body up to this size takes well under a millisecond; a longer one goes
 # to a thread, so that it does not hold up the streams of others.
-_INLINE_BODY_BYTES = 4096
+INLINE_BODY_BYTES = 4096
 
 Read = Callable[[bytes], Asked]
 
@@ -67,15 +67,18 @@ class Prepared(Struct, frozen=True):
     asked: Asked
     params: SamplingParams
     prompts: list[list[int]]
+    use: ToolUse | None = None
 
 
 class Answers:
     """Answers calls for one loaded model. Its lifespan is the engine's."""
 
-    def __init__(self, loaded: LoadedModel, reports: Reports, limits: Limits) -> None:
+    def __init__(
+        self, loaded: LoadedModel, reports: Reports, limits: Limits, *, num_tenants: int = 1
+    ) -> None:
         self._loaded = loaded
         self._reports = reports
-        self._admission = Admission(limits)
+        self._admission = Admission(limits, num_tenants=num_tenants)
         self._outbox: Outbox | None = None
         self._num_open = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
@@ -109,7 +112,7 @@ class Answers:
         if self._num_open >= MAX_OPEN_CALLS:
             raise ApiError(
                 429, f"{MAX_OPEN_CALLS} calls are open: try again later",
-                retry_after_s=self._admission.predict_s() or 1.0,
+                retry_after_s=self._admission.predict_s(tenant=tenant(http.scope)) or 1.0,
             )  # fmt: skip
         prepared = await self._prepare(read, body, call)
         with own_words(prepared.asked):
@@ -124,12 +127,17 @@ class Answers:
             check_stream_options(request)
             params = sampling_params(request, self._loaded.default_params)
             if isinstance(request, ChatRequest):
-                return Prepared(asked, params, self._encode_chat(request, call))
+                use = tool_use(
+                    request.tools, request.tool_choice, request.parallel_tool_calls,
+                    wants_objects=asked.wants_objects,
+                )  # fmt: skip
+                return Prepared(asked, params, self._encode_chat(request, use, call), use)
             return Prepared(asked, params, self._encode_prompts(request, call))
 
-    def _encode_chat(self, request: ChatRequest, call: Call) -> list[list[int]]:
+    def _encode_chat(
+        self, request: ChatRequest, use: ToolUse | None, call: Call
+    ) -> list[list[int]]:
         call.lap(Part.PARSE)
-        use = self._tool_use(request)
         ids = self._loaded.encode_chat(
             request.messages,
             tools=use.objects if use else (),
@@ -149,7 +157,7 @@ class Answers:
         assert self._outbox is not None
         asked, params, prompts = prepared.asked, prepared.params, prepared.prompts
         request = asked.request
-        grammar = await self._compile(request, params, call)
+        grammar = await self._compile(prepared, call)
         wants_figures = self._wants_figures(request, http)
         call.id = asked.id_prefix + uuid.uuid4().hex
         writer = asked.writer(self._frame(prepared, call, wants_figures=wants_figures))
@@ -162,6 +170,8 @@ class Answers:
                 params=params,
                 priority=priority(request),
                 cache_salt=salt,
+                tenant=tenant(http.scope),
+                pin=call.id if asked.pins else "",
                 arrival_ns=arrival_ns,
                 grammar=grammar,
             )
@@ -191,15 +201,13 @@ class Answers:
             params=prepared.params,
             num_prompt_tokens=sum(map(len, prompts)),
             prefixes=self._prefixes(request, prompts, prepared.params),
-            new_reader=self._new_reader(request),
+            new_reader=self._new_reader(prepared.use),
             figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
 
-    async def _compile(
-        self, request: ApiRequest, params: SamplingParams, call: Call
-    ) -> Grammar | None:
+    async def _compile(self, prepared: Prepared, call: Call) -> Grammar | None:
         """Return the grammar of a structured answer. It is made on a thread of its own."""
-        use = self._tool_use(request)
+        request, params, use = prepared.asked.request, prepared.params, prepared.use
         tools = request.tools or () if isinstance(request, ChatRequest) else ()
         if params.structured is None and not tools:
             return None
@@ -219,14 +227,9 @@ class Answers:
         call.lap(Part.GRAMMAR)
         return grammar
 
-    def _tool_use(self, request: ApiRequest) -> ToolUse | None:
-        if isinstance(request, CompletionRequest):
-            return None
-        return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
-
-    def _new_reader(self, request: ApiRequest) -> Callable[[], ToolReader] | None:
+    def _new_reader(self, use: ToolUse | None) -> Callable[[], ToolReader] | None:
         """Return what makes the readers of answers that may hold calls; None if none may."""
-        use, template = self._tool_use(request), self._loaded.template
+        template = self._loaded.template
         if use is None or template is None:
             return None
         style, names = tool_style(template.source), use.names
@@ -256,7 +259,7 @@ class Answers:
         return is_wanted
 
     async def _prepare(self, read: Read, body: bytes, call: Call) -> Prepared:
-        if len(body) <= _INLINE_BODY_BYTES:
+        if len(body) <= INLINE_BODY_BYTES:
             return self._read(read, body, call)
 
         def work() -> Prepared:

@@ -19,13 +19,19 @@ from paceline.server.cors import add_cors
 from paceline.server.door import Door, Keys, Life
 from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
 from paceline.server.errors import ApiError, as_api_error, error_response
+from paceline.server.messages.routes import MessageRoutes
 from paceline.server.page.routes import add_page
+from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
+from paceline.server.responses.routes import ResponseRoutes
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
 from paceline.server.tokens import TokenRoutes
 
-_GENERATING = frozenset({"/v1/chat/completions", "/v1/completions"})
+_PREFIXES = "/v1/cache/prefixes"
+_GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", _PREFIXES}
+)
 
 
 def create_app(
@@ -48,9 +54,14 @@ def create_app(
     """
     reports = Reports(loaded, observers)
     life = life or Life()
-    answers = Answers(loaded, reports, limits or Limits())
+    answers = Answers(
+        loaded, reports, limits or Limits(), num_tenants=1 if keys is None else keys.num_tenants
+    )
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
+    messages = MessageRoutes(loaded, answers)
+    responses = ResponseRoutes(answers)
+    prefixes = PrefixRoutes(loaded, answers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -63,6 +74,16 @@ def create_app(
         ("/v1/models/{name:path}", "GET", status.model),
         ("/v1/chat/completions", "POST", answers.chat),
         ("/v1/completions", "POST", answers.completions),
+        ("/v1/messages", "POST", messages.create),
+        ("/v1/messages/count_tokens", "POST", messages.count_tokens),
+        ("/v1/responses", "POST", responses.create),
+        ("/v1/responses/{response_id}", "GET", responses.retrieve),
+        ("/v1/responses/{response_id}", "DELETE", responses.delete),
+        ("/v1/responses/{response_id}/cancel", "POST", responses.cancel),
+        ("/v1/responses/{response_id}/input_items", "GET", responses.input_items),
+        (_PREFIXES, "POST", prefixes.create),
+        (_PREFIXES, "GET", prefixes.pinned),
+        (_PREFIXES + "/{name}", "DELETE", prefixes.unpin),
         ("/v1/requests/{key}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
         ("/v1/paceline/live", "GET", reports.live),
@@ -88,13 +109,16 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(PacelineError)
     async def on_error(http: HttpRequest, error: PacelineError) -> Response:
-        return error_response(as_api_error(error), {"x-request-id": request_id(http)})
+        name = {"x-request-id": request_id(http)}
+        return error_response(as_api_error(error), name, path=http.url.path)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
         message = f"{http.method} {http.url.path}: {error.detail}"
-        return error_response(ApiError(error.status_code, message), dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        return error_response(ApiError(error.status_code, message), headers, path=http.url.path)
 
     @app.exception_handler(Exception)
     async def on_bug(http: HttpRequest, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed on this request; its log says why"))
+        bug = ApiError(500, "the server failed on this request; its log says why")
+        return error_response(bug, path=http.url.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +11,7 @@ from msgspec import Struct
 
 from paceline.completion import Choice
 from paceline.errors import PacelineError
-from paceline.server.errors import ApiError
+from paceline.server.errors import ApiError, as_api_error
 from paceline.server.schema import ChatRequest, CompletionRequest
 from paceline.text.tool_calls import Content, Piece
 from paceline.types import Delta, FinishReason, SamplingParams, Usage
@@ -18,6 +19,8 @@ from paceline.types import Delta, FinishReason, SamplingParams, Usage
 if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
     from paceline.text.tool_calls import ToolReader
+
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 
 ApiRequest = ChatRequest | CompletionRequest
 
@@ -71,6 +74,14 @@ class Asked(Protocol):
     def id_prefix(self) -> str:
         """What the answer's id begins with."""
 
+    @property
+    def pins(self) -> bool:
+        """Whether the prompt's blocks are to stay in the prefix cache."""
+
+    @property
+    def wants_objects(self) -> bool:
+        """Whether the arguments of calls must be JSON, because the answer has them as objects."""
+
     def writer(self, frame: Frame) -> Writer: ...
 
     def in_its_words(self, error: PacelineError) -> PacelineError:
@@ -84,6 +95,36 @@ def own_words(asked: Asked) -> Iterator[None]:
         yield
     except PacelineError as error:
         raise asked.in_its_words(error) from None
+
+
+class Names(Struct, frozen=True):
+    """Where the parts of a request in OpenAI's terms stand in the body that it was made from.
+
+    `messages` has a place for each message; `fields` are patterns, each with what replaces it in
+    the name of a field and at the beginning of a message about one.
+    """
+
+    messages: Sequence[str]
+    fields: Sequence[tuple[str, str]]
+
+    def applied(self, error: PacelineError) -> ApiError:
+        """Return the error in the names of the body."""
+        known = as_api_error(error)
+        return ApiError(
+            known.status, self._text(str(known)),
+            param=None if known.param is None else self._text(known.param),
+            code=known.code, retry_after_s=known.retry_after_s,
+        )  # fmt: skip
+
+    def _text(self, text: str) -> str:
+        text = _MESSAGE.sub(self._place, text)
+        for pattern, name in self.fields:
+            text = re.sub(pattern, name, text)
+        return text
+
+    def _place(self, match: re.Match[str]) -> str:
+        idx = int(match[1])
+        return self.messages[idx] if idx < len(self.messages) else match[0]
 
 
 class PieceReader:

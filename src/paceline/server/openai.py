@@ -263,6 +263,14 @@ class OpenAIAsked(msgspec.Struct, frozen=True):
     def id_prefix(self) -> str:
         return "chatcmpl-" if isinstance(self.request, ChatRequest) else "cmpl-"
 
+    @property
+    def pins(self) -> bool:
+        return False
+
+    @property
+    def wants_objects(self) -> bool:
+        return False
+
     def writer(self, frame: Frame) -> Formatter:
         options = self.request.stream_options
         counts_up = bool(options and options.continuous_usage_stats)

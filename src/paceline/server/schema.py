@@ -39,6 +39,7 @@ INFORMATIONAL: dict[str, type] = {
     "prompt_cache_key": str,
 }
 
+ServiceTier = Literal["auto", "default", "flex", "priority"]
 Words = Annotated[list[str], msgspec.Meta(max_length=1024)]
 
 
@@ -82,27 +83,38 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a body. Fields that are none of them can have a say all the same.
+    """Fields of a body, and what it may hold besides.
 
-    `neutral` are accepted only with values that ask for nothing; of `noted` the type is checked.
+    `neutral` are accepted only with values that ask for nothing. `noted` are checked for their
+    type and kept nowhere.
     """
 
     neutral: ClassVar[dict[str, Callable[[Any], bool]]] = {}
-    noted: ClassVar[dict[str, type]] = {}
+    noted: ClassVar[dict[str, Any]] = {}
 
 
-class GenerationFields(Fields, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both endpoints share. None means: the model's own default, or ours."""
-
-    noted: ClassVar[dict[str, type]] = INFORMATIONAL
+class SharedFields(Fields, kw_only=True, forbid_unknown_fields=True):
+    """Fields of every API that generates. None means: the model's own default, or ours."""
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    seed: int | None = None
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=86_400_000)] | None = None
+    timings: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+
+
+class GenerationFields(SharedFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields that chat and plain completions share."""
+
+    noted: ClassVar[dict[str, Any]] = INFORMATIONAL
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
@@ -116,14 +128,9 @@ class GenerationFields(Fields, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    seed: int | None = None
     n: int | None = None
     structured_outputs: StructuredOutputs | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=86_400_000)] | None = None
-    timings: bool | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    service_tier: ServiceTier | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +155,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
 
 _RequestT = TypeVar("_RequestT", bound=msgspec.Struct)
+_T = TypeVar("_T")
 _LOCATION = re.compile(r"^(?P<rule>.*) - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `([^`]+)`")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
@@ -165,10 +173,15 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
     wanted = {name: value for name, value in fields.items() if value is not None}
     if issubclass(kind, Fields):
         _take_out_what_asks_for_nothing(wanted, kind)
+    return converted(wanted, kind)
+
+
+def converted(value: Any, kind: type[_T], *, within: str = "") -> _T:
+    """Return a body, or its field `within`, as a `kind`. Raises ApiError naming what is wrong."""
     try:
-        return msgspec.convert(wanted, kind, str_keys=True)
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
+        raise _refusal(str(error), within=within) from None
 
 
 def _lone_surrogate(body: bytes) -> str | None:
@@ -195,15 +208,14 @@ def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[Fields]) 
                 code="unsupported_parameter",
             )  # fmt: skip
     for name in kind.noted.keys() & wanted.keys():
-        if not isinstance(wanted.pop(name), kind.noted[name]):
-            rule = "an object" if kind.noted[name] is dict else "a string"
-            raise ApiError(400, f"{name} must be {rule}", param=name)
+        converted(wanted.pop(name), kind.noted[name], within=name)
 
 
-def _refusal(message: str) -> ApiError:
-    """Turn a msgspec message into a 400 that names the field."""
+def _refusal(message: str, *, within: str = "") -> ApiError:
+    """Turn a msgspec message, of a body or of its field `within`, into a 400 that names it."""
     location = _LOCATION.match(message)
     path, rule = (location["path"], location["rule"]) if location else ("", message)
+    path = ".".join(filter(None, (within, path)))
     if unknown := _UNKNOWN.search(rule):
         name = f"{path}.{unknown[1]}" if path else unknown[1]
         return ApiError(

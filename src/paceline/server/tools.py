@@ -52,12 +52,16 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request wants of its tools. `callable_tools` are those that an answer may call."""
+    """What a request wants of its tools. `callable_tools` are those that an answer may call.
+
+    With `wants_objects` arguments must be JSON, whatever a tool's schema says.
+    """
 
     tools: tuple[Tool, ...]
     callable_tools: tuple[Tool, ...]
     must_call: bool
     max_calls: int
+    wants_objects: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -70,7 +74,11 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tool_use(
-    tools: list[Tool] | None, choice: ToolChoice | None, is_parallel: bool | None
+    tools: list[Tool] | None,
+    choice: ToolChoice | None,
+    is_parallel: bool | None,
+    *,
+    wants_objects: bool = False,
 ) -> ToolUse | None:
     """Return None where nothing can be called. Raises ApiError for what contradicts itself."""
     if not tools:
@@ -94,6 +102,7 @@ def tool_use(
         callable_tools=tuple(t for t in tools if named in (None, t.function.name)),
         must_call=named is not None or choice == "required",
         max_calls=1 if is_single else MAX_CALLS,
+        wants_objects=wants_objects,
     )
 
 
@@ -122,7 +131,7 @@ def compile_calls(
     any object.
     """
     is_strict = any(tool.function.strict for tool in use.callable_tools)
-    if not (use.must_call or is_strict or structured is not None):
+    if not (use.must_call or is_strict or use.wants_objects or structured is not None):
         return None
     answer: Mapping[str, Any] | None = None
     if structured is not None and not use.must_call:

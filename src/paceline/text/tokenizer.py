@@ -126,6 +126,14 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def has_ids_of(self, other: Tokenizer) -> bool:
+        """Return whether every id means the same to both."""
+        from paceline.text.vocabulary import are_equal
+
+        return self.special_tokens == other.special_tokens and are_equal(
+            self._tokens, other._tokens
+        )
+
     def _strips(self, continuation: bool) -> bool:
         return self._codec.strips_leading_space and not continuation
 

@@ -77,6 +77,16 @@ def longest(tokens: Sequence[str]) -> int:
     return max([num_chars, *(len(tokens[i]) for i in wider)])
 
 
+def are_equal(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Return whether both are the same strings. Those of files are compared as they lie there."""
+    if not (isinstance(a, StringArray) and isinstance(b, StringArray)):
+        return len(a) == len(b) and list(a) == list(b)
+    lengths, others = np.diff(a.offsets), np.diff(b.offsets)
+    return np.array_equal(lengths, others) and np.array_equal(
+        a.data[a.offsets[0] : a.offsets[-1]], b.data[b.offsets[0] : b.offsets[-1]]
+    )
+
+
 def vocabulary_of(data: GGUFTokenizerData) -> Vocabulary:
     """Sort the tokens of `data` by kind. O(tokens), of which only the rare ones are decoded."""
     if len(data.tokens) == 0:

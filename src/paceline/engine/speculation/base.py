@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_NODES = 63  # of a draft: with the last known token they are the 64 rows that a tree mask holds
 MAX_DRAFTED = 64  # nodes of a step, over all sequences
+RoundCost = Callable[[int], float]  # seconds of a guess for each of so many sequences
 ROOT = -1  # the last known token, which every draft continues
 
 
@@ -73,11 +75,18 @@ class Forecast(Struct, frozen=True):
 
     `kinds` has an entry a token, its class in the acceptance statistics: tokens of one kind are
     right about equally often. `tokens` are the guesses where they cost nothing to know: they are
-    compared with what comes even when they are not drafted.
+    compared with what comes even when they are not drafted. `instead` is what could be drafted in
+    another way.
     """
 
     kinds: Seq[int]
     tokens: Seq[int] = ()
+    setup_s: float = 0.0  # before the first guess, once: reading a text that was not read yet
+    instead: Forecast | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return bool(self.tokens)
 
 
 class Proposer(Protocol):
@@ -89,31 +98,57 @@ class Proposer(Protocol):
     def prior(self, kind: int) -> float:
         """Return how often tokens of this kind are right, before anything was measured."""
 
-    def forecast(self, seq: Sequence, limit: int) -> Forecast:
-        """Return what could be drafted for `seq`, at most `limit >= 1` tokens."""
+    def forecast(self, seq: Sequence, limit: int, budget_s: float) -> Forecast:
+        """Return what could be drafted for `seq`, at most `limit >= 1` tokens.
+
+        A set-up of more than `budget_s` is not paid for: less of it may do, or there is none.
+        """
 
     def propose(self, wanted: Seq[tuple[Sequence, Forecast, int]]) -> list[Draft]:
         """Return a draft of at most n nodes for each (sequence, forecast, n); it may be empty."""
 
+    def round_s(self, num_seqs: int) -> float:
+        """Return what guesses that are not free cost: one for each of `num_seqs` sequences."""
+
     def release(self, seq: Sequence) -> None:
         """`seq` has ended. Idempotent."""
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+
+
+class Offer(Struct, frozen=True):
+    """A forecast as a Pace sees it: chances that a token is right if those before it are."""
+
+    chances: Seq[float]
+    is_free: bool = True
+    setup_s: float = 0.0
+    num_left: int = 0  # tokens that the sequence may still get
 
 
 class Pace(Protocol):
     """Says how long the drafts of a step are."""
 
+    @property
+    def budget_s(self) -> float:
+        """The longest set-up that is paid for now."""
+
     def is_open(self, num_rows: int, num_prefill: int) -> bool:
         """Return whether any draft could pay in such a step; if not, no forecast is asked for."""
 
-    def lengths(self, chances: Seq[Seq[float]], num_rows: int, num_prefill: int) -> list[int]:
+    def better(self, offers: Seq[Offer], num_rows: int, round_s: RoundCost) -> int:
+        """Return which of the offers for one sequence promises most."""
+
+    def lengths(
+        self, offers: Seq[Offer], num_rows: int, num_prefill: int, round_s: RoundCost
+    ) -> list[int]:
         """Return a draft length for each sequence.
 
-        `chances` has a sequence's chances that a token is right if those before it are. The step
-        has `num_rows` rows without drafts, `num_prefill` of them of prompts.
+        The step has `num_rows` rows without drafts, `num_prefill` of them of prompts.
         """
 
-    def observe(self, *, num_rows: int, num_drafted: int, depth: int, num_accepted: int,
-                num_prefill: int, seconds: float, draft_s: float) -> None:  # fmt: skip
-        """A step of `num_rows` rows took `seconds`; before that, `draft_s` went into making its
-        drafts from forecasts. They are `num_drafted` of the rows, up to `depth` deep.
+    def observe(self, *, num_rows: int, num_drafted: int, num_accepted: int, num_prefill: int,
+                seconds: float, draft_s: float, setup_s: float) -> None:  # fmt: skip
+        """A step of `num_rows` rows took `seconds`; before that, `draft_s` went into making drafts,
+        `setup_s` of it into set-ups as forecast. They are `num_drafted` of the rows.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from paceline.engine.speculation.base import (
     MAX_NODES,
     Draft,
     Forecast,
+    Offer,
     Pace,
     Proposer,
 )
@@ -39,7 +41,9 @@ class _Candidate(Struct):
     """A sequence that decodes in this step, and what could be drafted for it."""
 
     seq: Sequence
-    forecast: Forecast
+    forecast: Forecast  # the one that was chosen
+    offer: Offer  # the same, as the pace sees it
+    others: list[Forecast]
     num_known: int  # tokens before the step
 
 
@@ -92,12 +96,13 @@ class Speculator:
         self._all = Acceptance(proposer.num_kinds, proposer.prior, forget=_FORGET_ALL)
         self._of: dict[int, Acceptance] = {}  # by number of the sequence
         self._candidates: list[_Candidate] = []
-        self._propose_ns = 0  # of the step
+        self._propose_ns = 0  # of the step, for guesses that are not free
+        self._setup_s = 0.0  # of that, as it was forecast
 
     def extend(self, schedule: Schedule) -> None:
         """Add drafts to the step. A proposer that fails is not asked again."""
         begin_ns = self._clock()
-        self._candidates, self._propose_ns = [], 0
+        self._candidates, self._propose_ns, self._setup_s = [], 0, 0.0
         if self._proposer is None:
             return
         try:
@@ -107,44 +112,68 @@ class Speculator:
             for candidate in self._candidates:
                 self._give_back(candidate.seq)
                 candidate.seq.draft = None
+            with suppress(Exception):
+                self._proposer.close()
             self._proposer, self._candidates = None, []
         schedule.draft_ns = self._clock() - begin_ns
 
     def _extend(self, schedule: Schedule, proposer: Proposer) -> None:
         num_left = min(self._max_tokens - schedule.num_tokens, MAX_DRAFTED)
-        is_open = self._pace.is_open(schedule.num_tokens, schedule.num_prefill_tokens)
-        if num_left <= 0 or not is_open:
+        num_rows, num_prefill = schedule.num_tokens, schedule.num_prefill_tokens
+        if num_left <= 0 or not self._pace.is_open(num_rows, num_prefill):
             return
+        budget_s = self._pace.budget_s
         for seq, n in schedule.chunks:
             if n != 1 or seq.siblings or seq.num_computed + 1 != len(seq.token_ids):
                 continue
             # The step's own token comes after the draft's last one.
             limit = min(num_left, MAX_NODES, seq.max_len - len(seq.token_ids) - 1)
             if limit > 0:
-                forecast = proposer.forecast(seq, limit)
+                forecast = proposer.forecast(seq, limit, budget_s)
                 if forecast.kinds:
-                    self._candidates.append(_Candidate(seq, forecast, len(seq.token_ids)))
+                    self._candidates.append(self._candidate(seq, forecast, num_rows, proposer))
         if not self._candidates:
             return
-        chances = [self._chances(candidate) for candidate in self._candidates]
-        lengths = self._pace.lengths(chances, schedule.num_tokens, schedule.num_prefill_tokens)
+        offers = [candidate.offer for candidate in self._candidates]
+        lengths = self._pace.lengths(offers, num_rows, num_prefill, proposer.round_s)
         wanted = []
-        for candidate, row, length in zip(self._candidates, chances, lengths, strict=True):
+        for candidate, length in zip(self._candidates, lengths, strict=True):
             length = min(length, len(candidate.forecast.kinds), num_left)
             length = self._take_blocks(candidate.seq, length)
             if length > 0:
                 num_left -= length
                 wanted.append((candidate.seq, candidate.forecast, length))
-                self.stats.num_expected += sum(accumulate(row[:length], mul))
+                self.stats.num_expected += sum(accumulate(candidate.offer.chances[:length], mul))
         if wanted:
             begin_ns = self._clock()
             drafts = proposer.propose(wanted)
-            self._propose_ns = self._clock() - begin_ns
+            if not all(forecast.is_free for _, forecast, _ in wanted):
+                self._propose_ns = self._clock() - begin_ns
+                self._setup_s = sum(forecast.setup_s for _, forecast, _ in wanted)
             self._attach(schedule, wanted, drafts)
 
-    def _chances(self, candidate: _Candidate) -> list[float]:
-        acceptance = self._of.get(candidate.seq.number, self._all)
-        return [acceptance.chance(kind) for kind in candidate.forecast.kinds]
+    def _candidate(
+        self, seq: Sequence, forecast: Forecast, num_rows: int, proposer: Proposer
+    ) -> _Candidate:
+        """Return what is drafted for `seq` if anything is: the forecast that promises most."""
+        forecasts = [forecast]
+        while forecasts[-1].instead is not None:
+            forecasts.append(forecasts[-1].instead)
+        offers = [self._offer(seq, forecast) for forecast in forecasts]
+        best = 0
+        if len(offers) > 1:
+            best = self._pace.better(offers, num_rows, proposer.round_s)
+        chosen = forecasts.pop(best)
+        return _Candidate(seq, chosen, offers[best], forecasts, len(seq.token_ids))
+
+    def _offer(self, seq: Sequence, forecast: Forecast) -> Offer:
+        acceptance = self._of.get(seq.number, self._all)
+        return Offer(
+            chances=[acceptance.chance(kind) for kind in forecast.kinds],
+            is_free=forecast.is_free,
+            setup_s=forecast.setup_s,
+            num_left=seq.max_len - len(seq.token_ids),
+        )
 
     def _take_blocks(self, seq: Sequence, length: int) -> int:
         """Give `seq` blocks that nobody holds; return how many of `length` guesses have a place."""
@@ -172,30 +201,34 @@ class Speculator:
 
     def settle(self, schedule: Schedule, seconds: float) -> None:
         """Keep what was right, forget the rest. `seconds` are the step's, without the drafting."""
-        num_accepted = depth = 0
+        num_accepted = 0
         for seq, _ in schedule.chunks:
             draft = seq.draft
             if draft is None:
                 continue
-            depths = draft.depths()
-            depth = max(depth, *depths)
             num_accepted += len(draft.path)
-            self.stats.count(depths, len(draft.path))
+            self.stats.count(draft.depths(), len(draft.path))
             if seq.state is State.RUNNING:
                 self._keep(seq, draft)
         for candidate in self._candidates:
-            self._learn(candidate)
+            self._learn(candidate, candidate.forecast, candidate.seq.draft)
+            for forecast in candidate.others:
+                self._learn(candidate, forecast, None)
             self._give_back(candidate.seq)
             candidate.seq.draft = None
         self._candidates = []
+        draft_s = self._propose_ns / 1e9
+        if not schedule.num_prefill_tokens:
+            num_plain = schedule.num_tokens - schedule.num_drafted
+            self.stats.count_step(num_plain, schedule.num_drafted, draft_s)
         self._pace.observe(
             num_rows=schedule.num_tokens,
             num_drafted=schedule.num_drafted,
-            depth=depth,
             num_accepted=num_accepted,
             num_prefill=schedule.num_prefill_tokens,
             seconds=seconds,
-            draft_s=self._propose_ns / 1e9,
+            draft_s=draft_s,
+            setup_s=self._setup_s,
         )
 
     def _keep(self, seq: Sequence, draft: Draft) -> None:
@@ -222,9 +255,9 @@ class Speculator:
             del seq.block_table[num_kept:]
             seq.table_epoch += 1
 
-    def _learn(self, candidate: _Candidate) -> None:
-        """Compare the forecast with the tokens that came, as far as they can tell."""
-        seq, forecast, draft = candidate.seq, candidate.forecast, candidate.seq.draft
+    def _learn(self, candidate: _Candidate, forecast: Forecast, draft: Draft | None) -> None:
+        """Compare a forecast with the tokens that came, as far as they can tell."""
+        seq = candidate.seq
         for i, kind in enumerate(forecast.kinds):
             position = candidate.num_known + i
             if draft is not None and i < len(draft.path):
@@ -256,3 +289,8 @@ class Speculator:
         self._of.pop(seq.number, None)
         if self._proposer is not None:
             self._proposer.release(seq)
+
+    def close(self) -> None:
+        """Free what the proposer holds. Idempotent."""
+        if self._proposer is not None:
+            self._proposer.close()

@@ -19,10 +19,12 @@ class SpecStats(Struct, kw_only=True):
     num_expected: float = 0.0  # what the chances promised of `num_accepted`
     drafted_at: list[int]
     accepted_at: list[int]
+    draft_s: float = 0.0  # spent on guesses that are not free
+    steps: dict[tuple[int, int], int]  # without prompts, by (rows without drafts, drafted)
 
     @classmethod
     def empty(cls) -> SpecStats:
-        return cls(drafted_at=[0] * MAX_POSITIONS, accepted_at=[0] * MAX_POSITIONS)
+        return cls(drafted_at=[0] * MAX_POSITIONS, accepted_at=[0] * MAX_POSITIONS, steps={})
 
     def copy(self) -> SpecStats:
         """Return the totals as they are now."""
@@ -33,7 +35,15 @@ class SpecStats(Struct, kw_only=True):
             num_expected=self.num_expected,
             drafted_at=list(self.drafted_at),
             accepted_at=list(self.accepted_at),
+            draft_s=self.draft_s,
+            steps=dict(self.steps),
         )
+
+    def count_step(self, num_plain: int, num_drafted: int, draft_s: float) -> None:
+        """Count a step that holds no prompt."""
+        size = num_plain, num_drafted
+        self.steps[size] = self.steps.get(size, 0) + 1
+        self.draft_s += draft_s
 
     def count(self, depths: list[int], num_accepted: int) -> None:
         """Count a draft of nodes at these depths, of which a path of `num_accepted` was right."""

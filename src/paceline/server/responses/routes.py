@@ -1,0 +1,123 @@
+"""/v1/responses: OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from paceline.server.answers import Answers
+from paceline.server.door import tenant
+from paceline.server.errors import ApiError
+from paceline.server.responses.store import ResponseStore, Stored
+from paceline.server.responses.translate import read_response
+
+_MAX_LISTED = 100
+_LISTED = 20  # where no limit is given
+
+
+class ResponseRoutes:
+    """The Responses API of one model. `answers` are those that all APIs share."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._store = ResponseStore()
+
+    async def create(self, http: HttpRequest) -> Response:
+        owner = tenant(http.scope)
+        return await self._answers.answer(
+            http, lambda body: read_response(body, self._store, owner)
+        )
+
+    async def retrieve(self, response_id: str, http: HttpRequest) -> Response:
+        query = _query(http, "stream")
+        if query.get("stream", "false") != "false":
+            raise ApiError(
+                400, "stream: a response that is kept is whole, ask for it without", param="stream",
+                code="unsupported_parameter",
+            )  # fmt: skip
+        return _json(self._find(response_id, http).body)
+
+    async def delete(self, response_id: str, http: HttpRequest) -> Response:
+        if not self._store.delete(tenant(http.scope), response_id):
+            raise _unknown(response_id)
+        body = {"id": response_id, "object": "response", "deleted": True}
+        return _json(msgspec.json.encode(body))
+
+    async def cancel(self, response_id: str, http: HttpRequest) -> Response:
+        """Refuse: a response that is kept has ended. One that is written ends with its call."""
+        self._find(response_id, http)
+        raise ApiError(
+            400, f"the response {response_id!r} has ended: nothing is left to cancel; background "
+            "mode is not supported, and closing the connection ends a response that is written",
+            param="response_id",
+        )  # fmt: skip
+
+    async def input_items(self, response_id: str, http: HttpRequest) -> Response:
+        """List the items that the answer followed, those of earlier responses included."""
+        query = _query(http, "after", "limit", "order")
+        items = list(self._find(response_id, http).sent)
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order is {order[:80]!r}: choose asc or desc", param="order")
+        if order == "desc":
+            items.reverse()
+        if "after" in query:
+            items = _after(items, query["after"])
+        limit = _limit(query.get("limit", str(_LISTED)))
+        page = items[:limit]
+        body = {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > limit,
+        }
+        return _json(msgspec.json.encode(body))
+
+    def _find(self, response_id: str, http: HttpRequest) -> Stored:
+        stored = self._store.get(tenant(http.scope), response_id)
+        if stored is None:
+            raise _unknown(response_id)
+        return stored
+
+
+def _query(http: HttpRequest, *known: str) -> dict[str, str]:
+    """Return the query's parameters. Raises ApiError for one that is not `known`."""
+    for name in http.query_params:
+        if name not in known:
+            raise ApiError(
+                400, f"{name[:80]} is not a parameter this server knows here: leave it out",
+                param=name[:80], code="unknown_parameter",
+            )  # fmt: skip
+    return dict(http.query_params)
+
+
+def _after(items: list[dict[str, Any]], item_id: str) -> list[dict[str, Any]]:
+    for i, item in enumerate(items):
+        if item["id"] == item_id:
+            return items[i + 1 :]
+    raise ApiError(400, f"after is {item_id[:80]!r}: no item has that id", param="after")
+
+
+def _limit(text: str) -> int:
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
+    if not 1 <= limit <= _MAX_LISTED:
+        raise ApiError(
+            400, f"limit is {text[:80]!r}: it must be between 1 and {_MAX_LISTED}", param="limit"
+        )
+    return limit
+
+
+def _unknown(response_id: str) -> ApiError:
+    return ApiError(
+        404, f"no response {response_id[:80]!r} is kept: it was deleted, pushed out by later ones, "
+        "sent with store: false or never ended",
+        param="response_id", code="response_not_found",
+    )  # fmt: skip
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,76 @@
+"""ResponseStore: the latest responses, for those who ask for them again or go on from them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 * 2**20
+
+Items = tuple[dict[str, Any], ...]
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, as JSON, and the conversation that it ends: what was sent, then the answer."""
+
+    body: bytes
+    sent: Items
+    answered: Items
+    conversation_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it may take; what it shares with an earlier one counts for both."""
+        return len(self.body) + self.conversation_bytes
+
+
+class ResponseStore:
+    """Keeps responses in memory, apart for each tenant.
+
+    Of all of them at most `max_responses` in `max_bytes`: beyond that the tenant that holds most
+    loses its oldest, so nobody pushes out another's by asking much. Used by several threads.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._kept: dict[str, OrderedDict[str, Stored]] = {}
+        self._tenant_bytes: dict[str, int] = {}
+        self._num_kept = 0
+
+    def put(self, tenant: str, response_id: str, stored: Stored) -> None:
+        with self._lock:
+            self._kept.setdefault(tenant, OrderedDict())[response_id] = stored
+            self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + stored.num_bytes
+            self._num_kept += 1
+            while (
+                self._num_kept > self._max_responses
+                or sum(self._tenant_bytes.values()) > self._max_bytes
+            ):
+                heaviest = max(self._tenant_bytes, key=self._tenant_bytes.__getitem__)
+                self._drop(heaviest, next(iter(self._kept[heaviest])))
+
+    def get(self, tenant: str, response_id: str) -> Stored | None:
+        with self._lock:
+            own = self._kept.get(tenant)
+            return None if own is None else own.get(response_id)
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Forget a response; those that went on from it stay whole. Return whether it was there."""
+        with self._lock:
+            is_here = response_id in self._kept.get(tenant, {})
+            if is_here:
+                self._drop(tenant, response_id)
+            return is_here
+
+    def _drop(self, tenant: str, response_id: str) -> None:
+        own = self._kept[tenant]
+        self._tenant_bytes[tenant] -= own.pop(response_id).num_bytes
+        self._num_kept -= 1
+        if not own:
+            del self._kept[tenant], self._tenant_bytes[tenant]

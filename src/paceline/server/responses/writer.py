@@ -1,0 +1,189 @@
+"""ResponseWriter: answers in the form of OpenAI's Responses API, whole and as events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from paceline.completion import Choice
+from paceline.server.dialect import Frame, PieceReader
+from paceline.server.errors import ApiError
+from paceline.server.sse import named_event
+from paceline.text.tool_calls import CallBegun, Content, Piece
+from paceline.types import Delta, FinishReason, Usage
+
+_encode = msgspec.json.Encoder().encode
+Keep = Callable[[str, bytes, Sequence[dict[str, Any]]], None]
+
+
+class ResponseWriter:
+    """A Writer of /v1/responses. `echo` are fields that every response has as they were asked.
+
+    In a stream each item is done before the next is added, and events are numbered. `keep` is
+    called with the id, the JSON and the output of the response when it is whole.
+    """
+
+    quiet_s: float | None = None
+
+    def __init__(self, frame: Frame, echo: Mapping[str, Any], *, keep: Keep) -> None:
+        self._frame = frame
+        self._echo = echo
+        self._keep = keep
+        self._reader = PieceReader(frame.new_reader)
+        self._created_at = int(time.time())
+        self._output: list[dict[str, Any]] = []
+        self._is_open = False  # the last item of the output is being written
+        self._is_cut = False
+        self._num_events = 0
+
+    def whole(self, choices: Sequence[Choice], n: int) -> bytes:
+        (choice,) = choices
+        self._write(choice.text, choice.finish_reason)
+        return self._finished(choice.usage)[1]
+
+    def opening(self, num_choices: int) -> bytes:
+        response = self._response("in_progress", usage=None)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        return self._write(delta.text, delta.finish_reason)
+
+    def idle(self) -> bytes:
+        return b""
+
+    def closing(self, usages: Sequence[Usage], n: int) -> bytes:
+        (usage,) = usages
+        status, body = self._finished(usage)
+        return self._event(f"response.{status}", response=msgspec.Raw(body))
+
+    def failure(self, error: ApiError) -> bytes:
+        told = self._event("error", code=error.code, message=str(error), param=error.param)
+        detail = {"code": "server_error", "message": str(error)}
+        response = {**self._response("failed", usage=None), "error": detail}
+        return told + self._event("response.failed", response=response)
+
+    def _write(self, text: str, reason: FinishReason | None) -> bytes:
+        """Return the events of what is certain by now; with a reason, all up to the end."""
+        written = b"".join(map(self._piece, self._reader.read(text, reason)))
+        if reason is None:
+            return written
+        self._is_cut = reason == "length"
+        return written + self._close("incomplete" if self._is_cut else "completed")
+
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, CallBegun):
+            return self._add(_call(piece.name))
+        if isinstance(piece, Content):
+            is_message = self._is_open and self._output[-1]["type"] == "message"
+            begun = b"" if is_message else self._begin_message()
+            self._output[-1]["content"][0]["text"] += piece.text
+            return begun + self._on_part(
+                "response.output_text.delta", delta=piece.text, logprobs=[]
+            )
+        self._output[-1]["arguments"] += piece.text
+        return self._on_item("response.function_call_arguments.delta", delta=piece.text)
+
+    def _begin_message(self) -> bytes:
+        begun = self._add({
+            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress",
+            "role": "assistant", "content": [],
+        })  # fmt: skip
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._output[-1]["content"].append(part)
+        return begun + self._on_part("response.content_part.added", part=part)
+
+    def _add(self, item: dict[str, Any]) -> bytes:
+        closed = self._close("completed")
+        self._output.append(item)
+        self._is_open = True
+        index = len(self._output) - 1
+        return closed + self._event("response.output_item.added", output_index=index, item=item)
+
+    def _close(self, status: str) -> bytes:
+        """Return the events that end the item which is being written, if there is one."""
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        item = self._output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            done = self._on_part("response.output_text.done", text=part["text"], logprobs=[])
+            done += self._on_part("response.content_part.done", part=part)
+        else:
+            done = self._on_item(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        index = len(self._output) - 1
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _on_part(self, kind: str, **fields: Any) -> bytes:
+        return self._on_item(kind, content_index=0, **fields)
+
+    def _on_item(self, kind: str, **fields: Any) -> bytes:
+        item_id, index = self._output[-1]["id"], len(self._output) - 1
+        return self._event(kind, item_id=item_id, output_index=index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return named_event(kind, _encode({"type": kind, "sequence_number": number, **fields}))
+
+    def _finished(self, usage: Usage) -> tuple[str, bytes]:
+        """Return the status of the answer and the response, and keep it."""
+        status = "incomplete" if self._is_cut else "completed"
+        body = _encode(self._response(status, usage=self._usage(usage)))
+        self._keep(self._frame.answer_id, body, self._output)
+        return status, body
+
+    def _response(self, status: str, *, usage: dict[str, Any] | None) -> dict[str, Any]:
+        params = self._frame.params
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._frame.answer_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": reason,
+            "model": self._frame.model,
+            "output": self._output,
+            "reasoning": {"effort": None, "summary": None},
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            "usage": usage,
+            **self._echo,
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        counts: dict[str, Any] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        figures = self._frame.figures
+        return counts if figures is None else {**counts, "paceline": figures()}
+
+
+def _call(name: str) -> dict[str, Any]:
+    return {
+        "id": f"fc_{uuid.uuid4().hex}",
+        "type": "function_call",
+        "status": "in_progress",
+        "call_id": f"call_{uuid.uuid4().hex[:24]}",
+        "name": name,
+        "arguments": "",
+    }
