@@ -152,6 +152,29 @@ def test_padding_of_the_head_has_no_log_probability(tmp_path):
             llm.generate([[1, first]], SCORE, progress=False)
 
 
+def test_a_prompt_without_finite_logits_fails_alone(tmp_path, path, alone):
+    model = random_model("llama", seed=5, max_position_embeddings=512)
+    embedding = model.tensors["model.embed_tokens.weight"].copy()
+    embedding[281] = np.nan
+    broken = model.with_tensor("model.embed_tokens.weight", embedding)
+    engine = make_engine(write_gguf(broken, tmp_path / "broken.gguf"), max_batched_tokens=512)
+    deltas = {"bad": [], "good": []}
+    builder = ChoiceBuilder(0, True)
+    for name, prompt in (("bad", [5, 281, 6]), ("good", ids(2 * B))):
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=2)
+        request = Request(id=name, prompt_token_ids=tuple(prompt), params=params)
+        engine.submit(request, deltas[name].append)
+    while engine.step():
+        engine.check_integrity()
+    [bad], [good] = deltas["bad"], deltas["good"]
+    assert bad.finish_reason == "error"
+    assert "not finite" in bad.error
+    assert bad.prompt_logprobs == ()
+    builder.add(good)
+    assert bits(builder.choice().prompt_logprobs) == alone[2 * B][:-1]
+    engine.stop()
+
+
 # ---- over HTTP ----
 
 

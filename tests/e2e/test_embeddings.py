@@ -111,7 +111,7 @@ def test_a_call_is_bounded_in_all_its_tokens(client, monkeypatch):
 
 
 def test_an_encoder_writes_nothing_and_says_what_to_ask(client):
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
         response = client.post(path, json={"model": NAME, "prompt": "a"})
         assert response.status_code == 400
         assert "embeds texts and writes none: ask /v1/embeddings" in response.text

@@ -396,12 +396,12 @@ class Engine:
         for seq, token_id, detail in zip(seqs, ids, details, strict=True):
             if seq.state is State.FINISHED:  # its sink failed on another choice
                 continue
+            if token_id < 0:
+                self._requests.fail_to_choose(seq, token_id)
+                continue
             if seq.request.params.max_tokens == 0:
                 seq.finish_reason = "length"
                 self._requests.end(seq)
-                continue
-            if token_id < 0:
-                self._requests.fail_to_choose(seq, token_id)
                 continue
             try:
                 text = seq.append_token(token_id, now_ns)

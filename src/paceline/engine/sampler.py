@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import paceline._native as native
 from paceline.backends.base import F32
-from paceline.errors import BackendError
 from paceline.types import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -100,14 +99,15 @@ class Sampler:
     ) -> list[TokenLogprob]:
         """Return the raw log-probability of each given token in its row of logits.
 
-        A bias makes it the row's choice, so the numbers are those of a token that is generated.
-        Raises BackendError where logits are not finite.
+        A bias makes it the row's choice, so the numbers are those of a token that is generated. A
+        row that is not finite scores nothing: neither will the row that the sequence samples from.
         """
         states = [self._forced(token_id, num_top) for token_id in token_ids]
-        ids, details = self.sample(logits, rows, states)
-        if ids != token_ids:
-            raise BackendError(describe_failure(-1))
-        return [token_logprob(i, detail) for i, detail in zip(ids, details, strict=True) if detail]
+        _, details = self.sample(logits, rows, states)
+        return [
+            unscored(token_id) if detail is None else token_logprob(token_id, detail)
+            for token_id, detail in zip(token_ids, details, strict=True)
+        ]
 
     def _forced(self, token_id: int, num_top: int) -> SamplerState:
         state: SamplerState = native.SamplerState(

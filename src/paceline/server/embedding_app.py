@@ -18,7 +18,7 @@ from paceline.server.errors import ApiError
 from paceline.server.openai import model_object
 from paceline.server.tokens import check_model
 
-_GENERATING = ("/v1/chat/completions", "/v1/completions")
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
 def create_embedding_app(
