@@ -32,7 +32,12 @@ from paceline.measure.machine import cpu_model
 
 PROMPT = 256
 _SETTLE_S = 0.05  # for the scheduler to take notice of the neighbour
-_SPIN = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+_SPIN = """
+import os, signal
+os.sched_setaffinity(0, {%d})
+signal.alarm(3600)  # it must not outlive a run that is killed
+while True: pass
+"""
 
 Measure = Callable[[LoadedModel], float]
 
@@ -40,7 +45,7 @@ Measure = Callable[[LoadedModel], float]
 @contextmanager
 def neighbour(core: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that spins on `core`, and stop it until it is wanted."""
-    process = subprocess.Popen([sys.executable, "-c", _SPIN, str(core)])
+    process = subprocess.Popen([sys.executable, "-c", _SPIN % core])
     try:
         time.sleep(0.3)
         process.send_signal(signal.SIGSTOP)

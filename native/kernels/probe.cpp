@@ -20,62 +20,54 @@ PL_INLINE void opaque(X&... x) {
   (hide(x), ...);
 }
 
-// The instructions of one multiply-add: operands, accumulator, and how many products it adds.
+// The instruction that multiplies and adds, or the least that does it.
 #if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
-struct F32 {
-  using Operand = __m512;
-  using Sum = __m512;
-  static constexpr int kMacs = 16;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return _mm512_fmadd_ps(a, b, sum); }
-};
-struct Int8 {
-  using Operand = __m512i;
-  using Sum = __m512i;
-  static constexpr int kMacs = 64;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return _mm512_dpbusd_epi32(sum, a, b); }
-};
+using Floats = __m512;
+using Bytes = __m512i;
+using Ints = __m512i;
+PL_INLINE Floats mac(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
+PL_INLINE Ints mac(Ints sum, Bytes a, Bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
 #elif defined(PL_ISA_avx2)
-struct F32 {
-  using Operand = __m256;
-  using Sum = __m256;
-  static constexpr int kMacs = 8;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return _mm256_fmadd_ps(a, b, sum); }
-};
-// The least that the byte multiply needs; a kernel that must not overflow also widens.
-struct Int8 {
-  using Operand = __m256i;
-  using Sum = __m256i;
-  static constexpr int kMacs = 32;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)); }
-};
+using Floats = __m256;
+using Bytes = __m256i;
+using Ints = __m256i;
+PL_INLINE Floats mac(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
+// A kernel that must not overflow also widens.
+PL_INLINE Ints mac(Ints sum, Bytes a, Bytes b) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b)); }
 #elif defined(PL_ISA_neon)
-struct F32 {
-  using Operand = float32x4_t;
-  using Sum = float32x4_t;
-  static constexpr int kMacs = 4;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return vfmaq_f32(sum, a, b); }
-};
-struct Int8 {
-  using Operand = int8x16_t;
-  using Sum = int32x4_t;
-  static constexpr int kMacs = 16;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return vdotq_s32(sum, a, b); }
-};
+using Floats = float32x4_t;
+using Bytes = int8x16_t;
+using Ints = int32x4_t;
+PL_INLINE Floats mac(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum, a, b); }
+PL_INLINE Ints mac(Ints sum, Bytes a, Bytes b) { return vdotq_s32(sum, a, b); }
 #else
+using Floats = float;
+PL_INLINE Floats mac(Floats sum, Floats a, Floats b) { return sum + a * b; }
+#endif
+#ifdef PL_ISA_avx512bf16
+PL_INLINE Floats mac(Floats sum, __m512bh a, __m512bh b) { return _mm512_dpbf16_ps(sum, a, b); }
+#endif
+
+// Operands, accumulator, and how many products one `mac` adds.
 struct F32 {
-  using Operand = float;
-  using Sum = float;
-  static constexpr int kMacs = 1;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return sum + a * b; }
+  using Operand = Floats;
+  using Sum = Floats;
+  static constexpr int kMacs = int(sizeof(Floats) / sizeof(float));
 };
+#ifdef PL_ISA_scalar
 using Int8 = F32;  // one product an instruction, of bytes as of floats
+#else
+struct Int8 {
+  using Operand = Bytes;
+  using Sum = Ints;
+  static constexpr int kMacs = int(sizeof(Bytes));
+};
 #endif
 #ifdef PL_ISA_avx512bf16
 struct Bf16 {
   using Operand = __m512bh;
-  using Sum = __m512;
+  using Sum = Floats;
   static constexpr int kMacs = 32;
-  static PL_INLINE Sum mac(Sum sum, Operand a, Operand b) { return _mm512_dpbf16_ps(sum, a, b); }
 };
 #endif
 
@@ -87,8 +79,8 @@ void multiply(long loops) {
   typename Mac::Sum c0{}, c1{}, c2{}, c3{}, c4{}, c5{}, c6{}, c7{};
   for (long i = 0; i < loops; i++) {
     opaque(a0, a1, b0, b1, b2, b3);
-    c0 = Mac::mac(c0, a0, b0), c1 = Mac::mac(c1, a0, b1), c2 = Mac::mac(c2, a0, b2), c3 = Mac::mac(c3, a0, b3);
-    c4 = Mac::mac(c4, a1, b0), c5 = Mac::mac(c5, a1, b1), c6 = Mac::mac(c6, a1, b2), c7 = Mac::mac(c7, a1, b3);
+    c0 = mac(c0, a0, b0), c1 = mac(c1, a0, b1), c2 = mac(c2, a0, b2), c3 = mac(c3, a0, b3);
+    c4 = mac(c4, a1, b0), c5 = mac(c5, a1, b1), c6 = mac(c6, a1, b2), c7 = mac(c7, a1, b3);
   }
   opaque(c0, c1, c2, c3, c4, c5, c6, c7);
 }

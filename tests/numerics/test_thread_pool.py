@@ -65,7 +65,13 @@ def test_two_engines_run_side_by_side():
             np.testing.assert_array_equal(got, want)
 
 
-SPIN = "import os\nos.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
+SPIN = """
+import os, signal
+os.sched_setaffinity(0, {%d})
+signal.alarm(300)  # it must not outlive a test that is killed
+print(flush=True)
+while True: pass
+"""
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a second core")

@@ -1,0 +1,109 @@
+// Rows of queries times a tile of keys, and of probabilities times its values: the arithmetic of attend.
+#pragma once
+#include "rows.h"
+
+namespace paceline::PL_ISA {
+
+constexpr int kTile = 64;                 // logical keys between two rescalings
+constexpr int kVectors = 2 * kTile / 16;  // a tree's tail spans at most 63 committed keys and 64 rows
+
+PL_INLINE f32x16 load_kv(const float* p) { return load(p); }  // of scratch; the others are of the cache
+struct F32 {
+  float value;
+};
+struct F16 {
+  uint16_t bits;
+};
+struct BF16 {
+  uint16_t bits;
+};
+PL_INLINE f32x16 load_kv(const F32* p) { return load(&p->value); }
+PL_INLINE f32x16 load_kv(const F16* p) { return load_f16(&p->bits); }
+PL_INLINE f32x16 load_kv(const BF16* p) { return load_bf16(&p->bits); }
+
+// Where the keys of a tile lie, sixteen a vector: K at k[i] + d * k_stride + lane, V at v[i] + lane * v_stride + d.
+template <class E>
+struct Tile {
+  const E *k[kVectors], *v[kVectors];
+  int k_stride, v_stride;
+  ptrdiff_t k_ahead[kVectors], v_ahead[kVectors];  // bytes from there to the tile that comes next, or 0
+};
+
+// Fetches what lies `ahead` of p, line by line as this tile is read: a burst would stall the arithmetic.
+template <class E>
+PL_INLINE void fetch(const E* p, ptrdiff_t ahead) {
+  __builtin_prefetch((const char*)p + ahead);
+}
+PL_INLINE void fetch(const float*, ptrdiff_t) {}  // scratch is near
+
+// Rows times two vectors of keys use all registers of AVX2: what is broadcast is loaded again rather than kept.
+#define PL_KEEP_NO_LOADS() asm volatile("" ::: "memory")
+
+// scores[r][16 * (first + c) + lane] = q[r] . k over R rows and C vectors of keys.
+template <int R, int C, class E>
+PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int first, int dim, float* scores,
+                         int s_stride) {
+  f32x16 acc[R][C];
+  const E* k[C];
+  ptrdiff_t ahead[C];
+  for (int c = 0; c < C; c++) k[c] = tile.k[first + c], ahead[c] = tile.k_ahead[first + c];
+  const size_t stride = size_t(tile.k_stride);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
+  for (int d = 0; d < dim; d++) {
+    for (int c = 0; c < C; c++) {
+      const E* at = k[c] + size_t(d) * stride;
+      fetch(at, ahead[c]);
+      const f32x16 x = load_kv(at);
+      for (int r = 0; r < R; r++) acc[r][c] = fma(set1(q[r * q_stride + d]), x, acc[r][c]);
+      if (c + 1 < C) PL_KEEP_NO_LOADS();
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(scores + r * s_stride + 16 * (first + c), acc[r][c]);
+}
+
+// C is the widest that keeps R * C sums in registers.
+template <int R, class E>
+PL_INLINE void dot_rows(const float* q, int q_stride, const Tile<E>& tile, int vectors, int dim, float* scores,
+                        int s_stride) {
+  constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  int i = 0;
+  for (; i + C <= vectors; i += C) dot_block<R, C>(q, q_stride, tile, i, dim, scores, s_stride);
+  for (; i < vectors; i++) dot_block<R, 1>(q, q_stride, tile, i, dim, scores, s_stride);
+}
+
+// out[r][16 * C columns] += sum over keys [begin, end) of p[r][key] * v[key], key by key.
+template <int R, int C, class E>
+PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end, int col, float* out, int o_stride) {
+  f32x16 acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = load(out + r * o_stride + col + 16 * c);
+  const size_t stride = size_t(tile.v_stride);
+  for (int i = begin / 16; i * 16 < end; i++) {
+    const int from = max_int(begin, 16 * i), to = min_int(end, 16 * i + 16);
+    const E* v = tile.v[i] + size_t(from - 16 * i) * stride + col;
+    const ptrdiff_t ahead = tile.v_ahead[i];
+    for (int key = from; key < to; key++, v += stride) {
+      for (int c = 0; c < C; c++) {
+        fetch(v + 16 * c, ahead);
+        const f32x16 x = load_kv(v + 16 * c);
+        for (int r = 0; r < R; r++) acc[r][c] = fma(set1(p[r * kTile + key]), x, acc[r][c]);
+        if (c + 1 < C) PL_KEEP_NO_LOADS();
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) store(out + r * o_stride + col + 16 * c, acc[r][c]);
+}
+
+template <int R, class E>
+PL_INLINE void mix_rows(const float* p, const Tile<E>& tile, int begin, int end, int cols, float* out, int o_stride) {
+  constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  if (begin >= end) return;
+  int col = 0;
+  for (; col + 16 * C <= cols; col += 16 * C) mix_block<R, C>(p, tile, begin, end, col, out, o_stride);
+  for (; col < cols; col += 16) mix_block<R, 1>(p, tile, begin, end, col, out, o_stride);
+}
+
+}  // namespace paceline::PL_ISA
