@@ -17,7 +17,6 @@ _MAX_ERROR_BYTES = 4096
 _REMEDIES = {
     401: "give the server's key with --api-key",
     403: "give a key that may ask with --api-key",
-    404: "only a Paceline server that keeps a ledger has it",
 }
 
 
@@ -37,27 +36,48 @@ def base_address(url: str) -> str:
 
 def fetch_trace(base: str, last_s: float, headers: Mapping[str, str]) -> bytes:
     """Return what the server at `base` tells of its last `last_s` seconds."""
-    return fetch(f"{base}/v1/trace?{urlencode({'last_s': last_s})}", headers)
+    return send(
+        f"{base}/v1/trace?{urlencode({'last_s': last_s})}",
+        headers,
+        missing="only a Paceline server that keeps a ledger has it",
+    )
 
 
-def fetch(address: str, headers: Mapping[str, str]) -> bytes:
-    """Return the body at `address`. Raises PacelineError saying why it cannot be had."""
+def send(
+    address: str,
+    headers: Mapping[str, str],
+    *,
+    body: object = None,
+    method: str | None = None,
+    timeout_s: float = _TIMEOUT_S,
+    missing: str = "",
+) -> bytes:
+    """Return what `address` answers; a `body` is sent as JSON, by POST unless `method` says else.
+
+    `missing` is what to say of a 404, besides the server's words. Raises PacelineError saying why
+    there is no answer.
+    """
+    data = None if body is None else msgspec.json.encode(body)
     try:
-        request = urllib.request.Request(address)
+        request = urllib.request.Request(address, data, method=method)
+        if data is not None:
+            request.add_header("content-type", "application/json")
         for name, value in headers.items():
             # A server that sends us elsewhere does not send our key there.
             request.add_unredirected_header(name, value)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            raise PacelineError(f"{address} answers {error.code}{_reason(error)}") from None
+            raise PacelineError(
+                f"{address} answers {error.code}{_reason(error, missing)}"
+            ) from None
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise PacelineError(f"{address} does not answer: {reason}; is the server up?") from None
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(error: urllib.error.HTTPError, missing: str) -> str:
     """Return ": message; remedy" of a refusal, as far as it has them."""
     from paceline.bench.answer import error_text
 
@@ -65,5 +85,6 @@ def _reason(error: urllib.error.HTTPError) -> str:
         said = error_text(msgspec.json.decode(error.read(_MAX_ERROR_BYTES)))
     except (msgspec.DecodeError, OSError, HTTPException):
         said = None
-    told = [text for text in (said or error.reason, _REMEDIES.get(error.code)) if text]
+    remedy = missing if error.code == 404 else _REMEDIES.get(error.code)
+    told = [text for text in (said or error.reason, remedy) if text]
     return f": {'; '.join(told)}" if told else ""

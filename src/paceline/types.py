@@ -175,6 +175,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """One prompt to continue, `params.n` times. Lower `priority` runs first.
 
     Requests share the computation of a common prefix only where their `cache_salt` is the same.
+    Tenants (a server's API keys) share the engine fairly (`paceline.policies.turns`).
+    `pin` names a pin that is to hold the prompt's blocks (`paceline.engine.pins`).
     `grammar` is `params.structured`, compiled (`LoadedModel.grammar`).
     """
 
@@ -183,6 +185,8 @@ class Request(Struct, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    pin: str = ""
     arrival_ns: int = 0
     grammar: Grammar | None = None
 

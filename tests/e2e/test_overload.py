@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from paceline.server.admission import Limits
+from paceline.server.door import read_keys
 from tests.e2e.live import LiveServer, parse_events, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -43,6 +44,27 @@ def forget_the_slow(server):
     """Let the queue learn a fast rate again, or it refuses deadlines that it could meet."""
     for _ in range(20):
         assert ask(server, prompt="a", max_tokens=1).status_code == 200
+
+
+def test_a_key_that_floods_the_server_holds_no_other_up(long_script_path, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("a-key-that-floods\na-key-that-asks-once\n")
+    with LiveServer(
+        long_script_path, kv_memory_bytes=64 * 2**20, num_threads=1, max_num_seqs=1,
+        keys=read_keys(str(path)),
+    ) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:  # fmt: skip
+
+        def ask_as(key):
+            body = {"prompt": "0", "max_tokens": 300, "ignore_eos": True}
+            reply = ask(server, headers={"authorization": f"Bearer {key}"}, **body)
+            assert reply.status_code == 200
+            return time.monotonic()
+
+        flood = [pool.submit(ask_as, "a-key-that-floods") for _ in range(12)]
+        wait_until(lambda: server.stats().num_waiting >= 10)
+        once = pool.submit(ask_as, "a-key-that-asks-once").result()
+        # The one that ran, perhaps one more, and one that ended while the reply was on its way.
+        assert sum(call.result() < once for call in flood) <= 3
 
 
 def test_what_is_beyond_the_queue_is_told_when_to_come_back(busy):

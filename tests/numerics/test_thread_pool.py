@@ -1,6 +1,8 @@
 """The native thread pool: sleeps when idle, ends when closed, needs no core of its own."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +63,37 @@ def test_two_engines_run_side_by_side():
     with ThreadPoolExecutor(2) as pool:
         for got, _ in pool.map(run, (2, 3)):
             np.testing.assert_array_equal(got, want)
+
+
+SPIN = "import os\nos.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a second core")
+def test_beside_a_busy_neighbour_two_threads_are_no_slower_than_one():
+    """Threads that spin for each other take many times as long. Half as much again is noise."""
+    big = Shape(layers=2, hidden=512, inter=2048, vocab=4096)
+    plan = decoder(big)
+    weights = random_weights(plan, big, "q8_0")
+    one, two = (Runner.load(NativeBackend(num_threads), plan, weights) for num_threads in (1, 2))
+    core = max(os.sched_getaffinity(0))
+    with subprocess.Popen([sys.executable, "-c", SPIN % core], stdout=subprocess.PIPE) as spin:
+        try:
+            spin.stdout.readline()
+            ratios = []
+            while len(ratios) < 12 and min(ratios, default=2) > 1.5:
+                alone_s = decoding_s(one)
+                ratios.append(decoding_s(two) / alone_s)
+        finally:
+            spin.kill()
+    assert min(ratios) <= 1.5, ratios
+
+
+def decoding_s(runner):
+    begin = time.perf_counter()
+    for token in TOKENS:
+        runner.step([(0, [token])])
+    runner.lengths.clear()
+    return time.perf_counter() - begin
 
 
 def test_the_gil_is_free_during_a_step():

@@ -88,6 +88,8 @@ def make_request(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    tenant: str = "",
+    pin: str = "",
 ) -> Request:
     params = params or SamplingParams(temperature=0, max_tokens=8)
     return Request(
@@ -96,6 +98,8 @@ def make_request(
         params=params,
         priority=priority,
         cache_salt=cache_salt,
+        tenant=tenant,
+        pin=pin,
     )
 
 
@@ -158,6 +162,6 @@ def finish(engine: Engine, max_steps: int = 5000) -> None:
         stats = engine.stats()
         if not did_run:
             assert not stats.num_waiting
-            assert not stats.num_live_blocks
+            assert stats.num_live_blocks * BLOCK_SIZE == sum(engine.pins().values())
             return
     raise AssertionError("the engine does not come to an end")

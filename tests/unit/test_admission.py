@@ -106,8 +106,46 @@ def test_short_prompts_do_not_make_a_long_one_look_hopeless(clock):
 
 
 def test_those_who_give_up_leave_the_queue_and_teach_nothing(clock):
-    queue = admission(clock)
+    queue = admission(clock, max_requests=2, max_tokens=200)
     queue.enter(2, 200)
+    assert refusal(queue).code == "queue_full"
     clock.now_s += 5
     queue.leave(2, 200, is_served=False)
-    assert (queue.num_requests, queue.num_tokens, queue.predict_s(1, 1)) == (0, 0, None)
+    assert queue.predict_s(1, 1) is None
+    queue.check(num_requests=1, num_tokens=10, deadline=None)
+
+
+def test_a_tenant_waits_for_no_more_of_another_than_it_has_itself(clock):
+    queue = admission(clock)
+    for _ in range(20):
+        queue.enter(1, 100, tenant="a")
+    for _ in range(10):
+        clock.now_s += 2
+        queue.leave(1, 100, is_served=True, tenant="a")
+    assert queue.predict_s(1, 100, tenant="a") == pytest.approx(22)
+    assert queue.predict_s(1, 100, tenant="b") == pytest.approx(4)  # its own, and one of a
+    assert queue.predict_s(15, 1500, tenant="b") == pytest.approx(50)
+    queue.check(num_requests=1, num_tokens=100, deadline=Deadline(5000, 5), tenant="b")
+    with pytest.raises(ApiError, match="deadline"):
+        queue.check(num_requests=1, num_tokens=100, deadline=Deadline(5000, 5), tenant="a")
+
+
+@pytest.mark.parametrize("size", [1, 10])
+def test_one_tenant_cannot_fill_the_queue_of_all(clock, size):
+    queue = Admission(Limits(max_requests=12), num_tenants=3, clock=clock)
+    room = {"a": 8, "b": 2, "c": 2}  # half for all, and a share of the rest for each
+    for tenant, num in room.items():
+        for _ in range(num):
+            queue.check(num_requests=1, num_tokens=size, deadline=None, tenant=tenant)
+            queue.enter(1, size, tenant=tenant)
+        with pytest.raises(ApiError, match=f"{num} of this key"):
+            queue.check(num_requests=1, num_tokens=size, deadline=None, tenant=tenant)
+
+
+def test_the_only_tenant_has_the_whole_queue(clock):
+    queue = Admission(Limits(max_requests=5, max_tokens=50), num_tenants=1, clock=clock)
+    for _ in range(5):
+        queue.check(num_requests=1, num_tokens=10, deadline=None, tenant="a")
+        queue.enter(1, 10, tenant="a")
+    with pytest.raises(ApiError, match="5 prompts wait, 1 more"):
+        queue.check(num_requests=1, num_tokens=10, deadline=None, tenant="a")

@@ -302,6 +302,19 @@ def test_a_change_that_makes_calls_longer_in_all_is_no_advice():
     assert advice(little, "max-num-seqs") is None
 
 
+def test_who_is_bound_by_the_prompts_of_others_is_advised_what_those_would_pay(capsys):
+    stream = call({"prefill": 10}, {"decode": 200, "decode_others": 4000}, num_tokens=101,
+                  others_prefill_ms=4000)  # fmt: skip
+    long = call({"prefill": 20_000}, {}, num_prompt=20_000, num_tokens=1)
+    one = situation(stream, long, long)
+    found = advice(one, "policy")
+    assert found.whole_gain < 0
+    assert after(found, "tpot", 50) < 0.7 * find(one.facts.calls, "tpot", 50).value_ms
+    print_explanation(explain(one))
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "--policy" in x]
+    assert "the mean call gets" in line
+
+
 def test_what_a_change_makes_slower_is_said(capsys):
     calls = [call({"queue_budget": 900, "prefill": 100}, {"decode": 100}) for _ in range(4)]
     one = tuple(replace(step, num_seqs=1) for step in STEPS)

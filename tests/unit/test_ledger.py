@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from hypothesis import given, settings
 from msgspec import structs
 
 from paceline.engine.speculation.base import Draft
@@ -10,12 +11,18 @@ from paceline.measure.ledger import MAX_BLAMED, Ledger, Part, parts_ms, top_blam
 from paceline.measure.recorder import StepRecorder
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepLog, StepRecord
+from paceline.measure.work import StepWork
 from paceline.types import SamplingParams
 from tests.unit.proposers import Eager, Oracle, wild_chain
 from tests.unit.scripted_backend import spelling_script
 from tests.unit.scripted_engine import VOCAB, Answers, Clock, finish, make_engine, make_request
+from tests.unit.test_schedules import play, schedules
 
 MS = 1_000_000
+WORK = StepWork(
+    macs_per_token=1, macs_per_logit_row=1, macs_per_key=1, weight_bytes=1, kv_bytes_per_token=2,
+    layers_of_window=((0, 2), (9, 1)),
+)  # fmt: skip
 
 
 class TickingClock(Clock):
@@ -124,6 +131,77 @@ def test_a_stream_blames_the_prompt_that_slowed_it():
     assert prompt.blame == {}  # a decode is no prefill
     assert_closes(stream)
     assert_closes(prompt)
+
+
+def test_a_step_of_decodes_is_booked_once_for_all_of_them(monkeypatch):
+    engine, _ = make(clock=TickingClock(), max_num_seqs=16, max_batched_tokens=64)
+    booked, spend = [], Ledger.spend
+    monkeypatch.setattr(
+        Ledger, "spend", lambda self, part, ns: booked.append(self) or spend(self, part, ns)
+    )
+    num_booked = []
+    for count in (1, 15):
+        answers = Answers()
+        for number in range(count):
+            engine.submit(make_request(str(number), (1, 2), greedy(12)), answers)
+        for _ in range(6):
+            booked.clear()
+            engine.step()
+            engine._recorder.settle()
+        num_booked.append(len(booked))
+        finish(engine)
+        for ledger in ledgers(answers).values():
+            assert_closes(ledger)
+            assert (ledger.share, ledger.num_steps) == (None, 12)
+    assert num_booked[0] == num_booked[1] > 0
+
+
+def test_a_reader_sees_what_decoders_share_in_the_ledger_of_each():
+    engine, clock = make(clock=TickingClock(), max_batched_tokens=64)
+    answers = Answers()
+    for name in ("a", "b"):
+        engine.submit(make_request(name, (1, 2, 3), greedy(20)), answers)
+    for steps in range(1, 6):
+        engine.step()
+        engine._recorder.settle()
+        for name in ("a", "b"):
+            [seq] = engine.running(name)
+            seen = seq.ledger.so_far(clock.now_ns + 5)
+            assert sum(seen.ns) == engine._recorder.log.since(0)[-1].end_ns - seen.begin_ns
+            assert (seen.num_steps, seen.last_step, seen.share) == (steps, steps - 1, None)
+    assert seq.ledger.share is not None
+    engine.submit(make_request("c", (1,) * 40, greedy(2)), answers)
+    finish(engine)
+    for name, ledger in ledgers(answers).items():
+        assert_closes(ledger)
+        assert ("c" in ledger.blame) == (name != "c")
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedules())
+def test_steps_that_are_noted_first_are_booked_as_if_at_once(schedule):
+    books = []
+    for max_noted in (1, 3, 16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.measure.recorder.MAX_NOTED", max_noted)
+            recorder = StepRecorder(WORK)
+            _, answers, _ = play(schedule, clock=TickingClock(), recorder=recorder)
+        assert not recorder._noted
+        counters = recorder.counters
+        ledgers_by_choice = {
+            key: structs.asdict(answer.end.ledger) for key, answer in answers.items()
+        }
+        totals = counters.gap_s.counts, counters.num_keys, counters.kv_bytes, counters.tokens
+        books.append((ledgers_by_choice, recorder.log.since(0), totals, counters.phase_ns))
+    assert books[0] == books[1] == books[2]
+
+
+def test_readers_are_a_tenth_of_a_second_behind_at_most():
+    engine, clock = make(base=30.0)
+    engine.submit(make_request("a", (1, 2), greedy(20)), Answers())
+    for _ in range(15):
+        engine.step()
+        assert clock.now_ns - engine._recorder.log.since(0)[-1].end_ns <= 131 * MS
 
 
 def test_waiting_for_kv_memory_is_told_from_waiting_for_a_seat():

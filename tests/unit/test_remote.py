@@ -1,5 +1,6 @@
 """Asking a running server: keys, refusals, and what goes into an address."""
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -8,13 +9,19 @@ import pytest
 
 from paceline.cli.trace import trace
 from paceline.errors import PacelineError, ParameterError
-from paceline.remote import fetch, fetch_trace
+from paceline.remote import fetch_trace, send
 
 KEY = {"Authorization": "Bearer secret"}
 
 
 class _Server(BaseHTTPRequestHandler):
     seen: list
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.seen.append((self.command, self.headers["Content-Type"], json.loads(body)))
+        self.send_response(200)
+        self.end_headers()
 
     def do_GET(self):
         url = urlsplit(self.path)
@@ -24,7 +31,7 @@ class _Server(BaseHTTPRequestHandler):
             self.send_header("Location", "/elsewhere")
             self.end_headers()
             return
-        status = {"/401": 401, "/html": 500}.get(url.path, 200)
+        status = {"/401": 401, "/html": 500, "/none": 404}.get(url.path, 200)
         self.send_response(status)
         self.end_headers()
         said = b'{"error": {"message": "the key is\\u001b[31m unknown"}}'
@@ -48,15 +55,27 @@ def server():
 
 def test_a_refusal_is_told_in_the_servers_words_and_with_the_remedy(server):
     with pytest.raises(PacelineError) as refused:
-        fetch(f"{server}/401", {})
+        send(f"{server}/401", {})
     said = str(refused.value)
     assert said.endswith("401: the key is\\x1b[31m unknown; give the server's key with --api-key")
     with pytest.raises(PacelineError, match=r"answers 500: Internal Server Error$"):
-        fetch(f"{server}/html", {})
+        send(f"{server}/html", {})
+
+
+def test_what_a_404_means_is_for_the_caller_to_say(server):
+    with pytest.raises(PacelineError, match=r"404: Not Found$"):
+        send(f"{server}/none", {})
+    with pytest.raises(PacelineError, match=r"404: Not Found; look elsewhere$"):
+        send(f"{server}/none", {}, missing="look elsewhere")
+
+
+def test_a_body_goes_as_json(server):
+    send(f"{server}/x", KEY, body={"a": [1]})
+    assert _Server.seen == [("POST", "application/json", {"a": [1]})]
 
 
 def test_a_key_goes_to_the_server_and_not_to_where_it_sends_us(server):
-    fetch(f"{server}/moved", KEY)
+    send(f"{server}/moved", KEY)
     assert [(path, key) for path, _, key in _Server.seen] == [
         ("/moved", "Bearer secret"), ("/elsewhere", None),
     ]  # fmt: skip

@@ -7,10 +7,12 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.engine.engine import Engine
 from paceline.engine.kv_tier import KVTier
 from paceline.engine.sampler import choice_seed
+from paceline.errors import ParameterError
 from paceline.types import Request, SamplingParams
 from tests.unit.scripted_engine import VOCAB, Answers, make_engine, make_request, run
 
@@ -74,6 +76,8 @@ def requests(draw: st.DrawFn, request_id: str) -> Request:
         SamplingParams(**options),
         priority=draw(st.integers(0, 2)),
         cache_salt=draw(st.sampled_from(["", "", "", "another tenant"])),
+        tenant=draw(st.sampled_from(["", "", "b", "c"])),
+        pin=draw(st.sampled_from(["", "", "", "p", "q"])),
     )
 
 
@@ -118,34 +122,20 @@ def test_every_choice_equals_its_run_alone_and_the_books_close(schedule: Schedul
     check(schedule, {arrival.request.id: alone(arrival.request) for arrival in schedule.arrivals})
 
 
+def submit(engine: Engine, request: Request, answers: Answers) -> None:
+    """Submit `request`, without its pin where there is no room for that."""
+    try:
+        engine.check(request)
+    except ParameterError:
+        request = replace(request, pin="")
+    engine.submit(request, answers)
+
+
 def check(
     schedule: Schedule, expected: dict[str, list[tuple[object, ...]]], **options: Any
 ) -> Engine:
     """Run a schedule; every choice has the outcome expected of it, or its beginning if aborted."""
-    engine = make_engine(max_model_len=MAX_LEN, **schedule.engine, **options)
-    if schedule.has_tier:
-        assert engine._cache is not None
-        engine._cache._tier = KVTier(DictStore(), engine._backend)  # type: ignore[arg-type]
-    answers = Answers()
-    pending = list(schedule.arrivals)
-    aborted: set[str] = set()
-    step = 0
-    while True:
-        while pending and pending[0].step <= step:
-            engine.submit(pending.pop(0).request, answers)
-        for arrival in schedule.arrivals:
-            if arrival.abort_step is not None and arrival.step + arrival.abort_step == step:
-                engine.abort(arrival.request.id)
-                aborted.add(arrival.request.id)
-        did_run = engine.step()
-        engine.check_integrity()
-        step += 1
-        assert step < 3000
-        if not did_run:
-            assert not engine.stats().num_waiting
-            if not pending:
-                break
-    assert engine.stats().num_live_blocks == 0
+    engine, answers, aborted = play(schedule, **options)
     for arrival in schedule.arrivals:
         request = arrival.request
         for index, outcome in enumerate(expected[request.id]):
@@ -158,3 +148,36 @@ def check(
             else:
                 assert answer.outcome() == outcome
     return engine
+
+
+def play(schedule: Schedule, **options: Any) -> tuple[Engine, Answers, set[str]]:
+    """Run a schedule to its end; return the answers, and the requests that were aborted."""
+    engine = make_engine(max_model_len=MAX_LEN, **schedule.engine, **options)
+    if schedule.has_tier:
+        assert engine._cache is not None
+        engine._cache._tier = KVTier(DictStore(), engine._backend)  # type: ignore[arg-type]
+    answers = Answers()
+    pending = list(schedule.arrivals)
+    aborted: set[str] = set()
+    step = 0
+    while True:
+        while pending and pending[0].step <= step:
+            submit(engine, pending.pop(0).request, answers)
+        for arrival in schedule.arrivals:
+            if arrival.abort_step is not None and arrival.step + arrival.abort_step == step:
+                engine.abort(arrival.request.id)
+                aborted.add(arrival.request.id)
+        did_run = engine.step()
+        engine.check_integrity()
+        step += 1
+        assert step < 3000
+        if not did_run:
+            assert not engine.stats().num_waiting
+            if not pending:
+                break
+    for name in engine.pins():
+        engine.unpin(name)
+    engine.step()
+    engine.check_integrity()
+    assert engine.stats().num_live_blocks == 0
+    return engine, answers, aborted

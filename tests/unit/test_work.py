@@ -31,6 +31,14 @@ def test_layers_of_several_windows_add_up():
     assert both.macs(num_tokens=2, num_logit_rows=1, num_keys=5) == 200 + 10 + 10
 
 
+def test_chunks_of_one_token_are_summed_at_once_to_the_same():
+    both = work((0, 2), (4, 3))
+    for contexts in ([], [0], [3], [4], [10, 0, 2, 3, 4, 5]):
+        keys = sum(both.num_keys(seen, 1) for seen in contexts)
+        read = sum(both.kv_bytes(seen, 1) for seen in contexts)
+        assert both.decodes(contexts) == (keys, read)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_macs_of_a_token_are_those_of_the_plans_linears(tmp_path, tied):
     path = write_gguf(random_model("llama", tie_word_embeddings=tied), tmp_path / "m.gguf")

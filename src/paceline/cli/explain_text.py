@@ -134,6 +134,8 @@ def _advice(advice: Advice) -> str:
         )
     what = change_text(advice.change) or "a smaller format"
     price = f" Price: {advice.price}." if advice.price else ""
+    if advice.whole_gain < 0:
+        price += f" A trade: the mean call gets {-advice.whole_gain:.0%} longer."
     return f"{what}, as {advice.why}: {gains}.{price}"
 
 

@@ -35,6 +35,7 @@ _COMMANDS = {
     "bench": "app",
     "roofline": "roofline",
     "explain": "explain",
+    "cache": "app",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

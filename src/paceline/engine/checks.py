@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from paceline.engine.block_pool import BlockPool, EngineIntegrityError
+from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Sequence, State
 from paceline.errors import ParameterError, PromptTooLongError
@@ -29,6 +30,17 @@ def check_grammar(request: Request) -> None:
             "structured is given, but no grammar: make it with LoadedModel.grammar",
             param="structured",
         )
+
+
+def check_pin(request: Request, cache: PrefixCache | None) -> None:
+    """Raise where a prompt that is to be pinned cannot be."""
+    if not request.pin:
+        return
+    if cache is None:
+        raise ParameterError(
+            "there is no prefix cache to pin a prompt in: leave out --no-prefix-cache", param="pin"
+        )
+    cache.pins.check(len(request.prompt_token_ids))
 
 
 def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) -> None:
@@ -67,7 +79,8 @@ def check_books(
 ) -> None:
     """Raise EngineIntegrityError unless blocks, states and queues agree; `known` are unfinished."""
     running, waiting = scheduler.running, scheduler.waiting
-    pool.check_integrity(seq.block_table for seq in running)
+    pins = [] if scheduler.cache is None else scheduler.cache.pins.tables()
+    pool.check_integrity([*pins, *(seq.block_table for seq in running)])
     if scheduler.cache is not None:
         scheduler.cache.check_integrity(running)
     for seq in running:

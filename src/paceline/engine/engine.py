@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from paceline.backends.base import F32, Backend
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
-from paceline.engine.checks import check_books, check_grammar, check_ids, check_length
+from paceline.engine.checks import check_books, check_grammar, check_ids, check_length, check_pin
 from paceline.engine.choices import ChoiceMaker, Tokenizer
 from paceline.engine.live import Live, LiveRequests, Sink
 from paceline.engine.masks import Masks
+from paceline.engine.pins import Unpin
 from paceline.engine.prefix_cache import open_cache
 from paceline.engine.recorder import NoRecorder, Recorder
 from paceline.engine.sampler import Sampler, token_logprob
@@ -106,7 +107,7 @@ class Engine:
         self._num_steps = self._num_generated = 0
         self._wakeup = threading.Condition()  # guards all below
         self._num_requests = self._num_sequences = 0
-        self._inbox: list[Live | str] = []  # submissions, and ids to abort
+        self._inbox: list[Live | Unpin | str] = []  # submissions, pins to drop, ids to abort
         self._ids: set[str] = set()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -115,6 +116,7 @@ class Engine:
         """Raise ParameterError or PromptTooLongError if the engine cannot run `request`."""
         params = request.params
         check_grammar(request)
+        check_pin(request, self._cache)
         check_length(
             request, max_model_len=self.max_model_len, num_pool_tokens=self._num_pool_tokens
         )
@@ -167,13 +169,23 @@ class Engine:
             self._inbox.append(request_id)
             self._wakeup.notify()
 
+    def pins(self) -> dict[str, int]:
+        """Return how many prompt tokens each pin holds."""
+        return {} if self._cache is None else self._cache.pins.tokens()
+
+    def unpin(self, name: str) -> None:
+        """Let a pin go before the next step; unknown names are ignored."""
+        with self._wakeup:
+            self._inbox.append(Unpin(name))
+            self._wakeup.notify()
+
     def running(self, request_id: str) -> list[Sequence]:
         """Return the choices of a request that have not ended, to be read and not touched.
 
         The engine goes on with them meanwhile; one that ends in this moment may be missing.
         """
         with self._wakeup:
-            queued = [item for item in self._inbox if not isinstance(item, str)]
+            queued = [item for item in self._inbox if isinstance(item, Live)]
         live = next((item for item in queued if item.request.id == request_id), None)
         live = live or self._requests.get(request_id)
         return [] if live is None else list(live.sequences)
@@ -265,9 +277,11 @@ class Engine:
         for item in inbox:
             if isinstance(item, str):
                 self._requests.abort(item)
-                continue
-            self._requests.add(item)
-            self._scheduler.add(item.sequences[0])
+            elif isinstance(item, Live):
+                self._requests.add(item)
+                self._scheduler.add(item.sequences[0])
+            elif self._cache is not None:
+                self._cache.pins.drop(item.name)
 
     def _run(self, schedule: Schedule) -> None:
         clock, recorder, speculator = self._clock, self._recorder, self._speculator

@@ -18,6 +18,7 @@ from msgspec import Struct, field
 
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool, EngineIntegrityError
+from paceline.engine.pins import Pins
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
@@ -97,6 +98,7 @@ class PrefixCache:
     ) -> None:
         self.num_queried = 0  # tokens looked up
         self.num_hit = 0  # and found
+        self.pins = Pins(pool, block_size=block_size)
         self._pool = pool
         self._tier = tier
         self._block_size = block_size
@@ -217,6 +219,8 @@ class PrefixCache:
         if seq.finish_reason != "error":  # of a failed step nobody knows what was written
             self.publish(seq)
             self._publish_tail(seq)
+        if seq.request.pin and seq.finish_reason in ("stop", "length"):
+            self.pins.hold(seq.request.pin, seq.block_table[: seq.num_prompt // self._block_size])
         for key in chain.hashes[chain.num_published : chain.num_promised]:
             if self._promises.get(key) is seq:
                 del self._promises[key]

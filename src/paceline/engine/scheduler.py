@@ -164,6 +164,8 @@ class Scheduler:
             return True
         while pool.num_available < num_missing + is_shared:
             victim = self._last_running(order, position)
+            if victim is seq and self._make_pins_give_way(num_missing + is_shared, alone=1):
+                continue
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -192,6 +194,8 @@ class Scheduler:
         num_blocks = self._num_blocks(seq) - len(match.blocks)
         behind = [other for other in order[position + 1 :] if other.state is State.RUNNING]
         num_blocks_behind = sum(pool.num_exclusive(other.block_table) for other in behind)
+        if not self.running:
+            self._make_pins_give_way(num_blocks, alone=0)
         is_short = pool.num_available + num_blocks_behind < num_blocks
         if is_short or len(self.running) - len(behind) >= self._max_num_seqs:
             pool.release(match.blocks)
@@ -219,6 +223,13 @@ class Scheduler:
         if self.cache is not None:
             self.cache.admitted(seq, match)
         return True
+
+    def _make_pins_give_way(self, num_blocks: int, *, alone: int) -> bool:
+        """Let pins go for whom nobody else's leaving would help; return whether that was enough."""
+        if self.cache is None or len(self.running) > alone:
+            return False
+        self.cache.pins.give_way(num_blocks)
+        return self.pool.num_available >= num_blocks
 
     def _give_tokens(self, order: list[Sequence], schedule: Schedule) -> None:
         budget = Budget(self._max_tokens)

@@ -33,6 +33,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
     text: str
     predict: Predict
     price: str = ""
+    is_trade: bool = False  # it takes from some calls what bounds others: told even at a net loss
 
 
 Lever = Callable[[Situation], Proposal | None]
@@ -199,6 +200,7 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
         text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all",
         predict=predict,
         price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
+        is_trade=any(finding.main == "kv_memory" for finding in situation.findings),
     )
 
 
@@ -260,6 +262,7 @@ def bound_steps(situation: Situation) -> Proposal | None:
         text="prompts of others fill the steps of streams",
         predict=predict,
         price="prompts beside streams take longer: their TTFT grows",
+        is_trade=any(finding.main == "others_prefill" for finding in hurt),
     )
 
 

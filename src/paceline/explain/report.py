@@ -101,7 +101,8 @@ def explain(situation: Situation) -> Explanation:
 def advise(situation: Situation) -> list[Advice]:
     """Return the levers that move a percentile down enough, the largest gain of a call first.
 
-    What a call would lose in all by longer waits for its tokens, or for the first, is no advice.
+    A change that makes the mean call longer is no advice, but for a trade: who streams beside
+    long prompts, or waits for memory, is bound by the others, and they are the ones who pay.
     What no option does comes last: another file answers differently.
     """
     found = []
@@ -110,7 +111,8 @@ def advise(situation: Situation) -> list[Advice]:
         proposal = lever(situation)
         if proposal is not None:
             advice = _advice(name, proposal, situation.findings, curves)
-            if advice.gain >= _LEAST_GAIN and advice.whole_gain > 0:
+            worth = advice.whole_gain > 0 or proposal.is_trade
+            if worth and advice.gain >= _LEAST_GAIN:
                 found.append(advice)
     return sorted(found, key=lambda advice: (not advice.change, -advice.whole_gain))
 

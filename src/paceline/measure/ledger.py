@@ -74,6 +74,7 @@ class Ledger(Struct, eq=False, kw_only=True):
     first_text: tuple[int, ...] | None = None  # `ns` when the first visible text was made
     first_text_ns: int = 0
     end_ns: int = 0
+    share: Share | None = None  # while it has one, what is booked here is out of date
 
     def spend(self, part: Part, until_ns: int) -> None:
         """Book the time from `mark_ns` on as `part`."""
@@ -101,10 +102,52 @@ class Ledger(Struct, eq=False, kw_only=True):
             last_step=self.last_step,
         )
 
+    def join(self, common: Ledger) -> None:
+        """Have a share in all that `common` books from now on.
+
+        Precondition: both are booked up to the end of the same step.
+        """
+        ns = [own - other for own, other in zip(self.ns, common.ns, strict=True)]
+        self.share = Share(common, ns, self.num_steps - common.num_steps)
+
+    def leave(self) -> None:
+        """Take over what the common ledger has booked since `join`, and go on alone."""
+        share = self.share
+        if share is None:
+            return
+        common, num_steps = share.common, share.num_steps()
+        self.num_seen += num_steps - self.num_steps  # each step decoded a token
+        self.num_steps, self.last_step = num_steps, common.last_step
+        self.ns, self.mark_ns, self.short_ns = share.ns(), common.mark_ns, common.short_ns
+        self.share = None  # last: until then a reader goes by the share, which is as true
+
     def so_far(self, now_ns: int) -> Ledger:
         """Return a copy of what is booked by now, for a thread that may not wait for the step."""
-        ns, blame = list(self.ns), dict(self.blame)
-        return replace(self, ns=ns, blame=blame, end_ns=self.end_ns or now_ns)
+        while True:
+            share = self.share
+            ns = list(self.ns) if share is None else share.ns()
+            num_steps = self.num_steps if share is None else share.num_steps()
+            last_step = self.last_step if share is None else share.common.last_step
+            if self.share is share:
+                break
+        return replace(
+            self, ns=ns, blame=dict(self.blame), end_ns=self.end_ns or now_ns,
+            num_steps=num_steps, last_step=last_step, share=None,
+        )  # fmt: skip
+
+
+class Share(Struct, frozen=True, eq=False):
+    """What a ledger has beside a common one: the differences to it, which stay as they are."""
+
+    common: Ledger
+    ns_apart: list[int]  # by Part
+    num_steps_apart: int
+
+    def ns(self) -> list[int]:
+        return [apart + ns for apart, ns in zip(self.ns_apart, self.common.ns.copy(), strict=True)]
+
+    def num_steps(self) -> int:
+        return self.num_steps_apart + self.common.num_steps
 
 
 def parts_ms(ns: Sequence[int], wall_ns: int, rest: str = RESIDUAL) -> dict[str, float]:

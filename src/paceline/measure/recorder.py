@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from paceline.measure.ledger import Ledger, Part
 from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
 
+# Readers in other threads are so far behind at most, and a step longer than the second.
+MAX_NOTED = 16  # steps
+MAX_NOTED_NS = 100_000_000
+
 if TYPE_CHECKING:
     from paceline.engine.scheduler import Schedule
     from paceline.engine.sequence import Sequence
     from paceline.measure.work import StepWork
+
+
+class _Alone(NamedTuple):
+    """A sequence of the step in progress with a ledger to itself."""
+
+    seq: Sequence
+    ledger: Ledger
+    chunk: Chunk
+
+
+class _Plain(Struct, gc=False):
+    """A step like the one before it: what there is to book of it."""
+
+    schedule: Schedule
+    scheduled_ns: int
+    built_ns: int
+    work_ns: int
+    forward_ns: int
+    sampled_ns: int = 0
+    num_sampled: int = 0
+    last_token_ns: int = 0  # of its sequences, before the step
+    end_ns: int = 0
 
 
 class StepRecorder:
@@ -22,6 +50,11 @@ class StepRecorder:
     A step's forward is divided by marginal cost: a sequence is charged what the step would have
     cost with its tokens alone (`StepCost`), the rest was lost to the others, and is laid to
     their charge by their tokens.
+
+    Sequences that decode one token a step all spend a step alike. It is booked once for all of
+    them, in a common ledger in which theirs have a share until something happens to them alone.
+    Such steps are noted, and up to MAX_NOTED are booked together: after a step the caches are full
+    of weights, so that the first booking takes ten times what the next ones do.
     """
 
     def __init__(self, work: StepWork | None = None) -> None:
@@ -30,8 +63,17 @@ class StepRecorder:
         self._cost = StepCost()
         self._repeats = PromptRepeats()
         self._record = StepRecord()
-        self._ledgers: list[Ledger] = []  # of the step in progress
+        self._common = Ledger(begin_ns=0, mark_ns=0, short_ns=0)
+        self._sharing: dict[Sequence, Chunk] = {}  # their chunk is the same in each step
+        # The chunks of the step before, if all its sequences have a share.
+        self._all_sharing: list[tuple[Sequence, int]] | None = None
+        # Of the step in progress: all of it, and those that have ledgers of their own.
+        self._scheduled: list[tuple[Sequence, int]] = []
+        self._alone: list[_Alone] = []
         self._is_in_step = False
+        self._noted: list[_Plain] = []
+        self._contexts: list[int] = []  # of the sequences, in the first of those steps
+        self._plain: _Plain | None = None  # the step in progress, while it is like the one before
         # Time in which the queue's head lacked KV memory, up to the last schedule.
         self._short_ns = 0
         self._is_short = False
@@ -45,78 +87,153 @@ class StepRecorder:
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
+        if (
+            schedule.chunks == self._all_sharing
+            and schedule.is_short_of_kv == self._is_short
+            and not schedule.draft_ns
+        ):
+            if not self._noted:
+                self._contexts = [seq.num_computed for seq, _ in schedule.chunks]
+            self._plain = _Plain(schedule, scheduled_ns, built_ns, work_ns, forward_ns)
+            return
+        self.settle()
+        self._ran(schedule, scheduled_ns, built_ns, work_ns, forward_ns)
+        self._count_work(*self.counters.count_work(schedule.chunks))
+
+    def settle(self) -> None:
+        """Book what is only noted. For the engine's thread, or while there is none."""
+        noted, self._noted = self._noted, []
+        if self._plain is not None:
+            noted.append(self._plain)
+            self._plain = None
+        for num_before, step in enumerate(noted):
+            self._ran(step.schedule, step.scheduled_ns, step.built_ns, step.work_ns,
+                      step.forward_ns)  # fmt: skip
+            contexts = [context + num_before for context in self._contexts]
+            self._count_work(*self.counters.count_decodes(contexts))
+            if step.sampled_ns:
+                self._book_sampled(step.sampled_ns, step.num_sampled, step.last_token_ns)
+            if step.end_ns:
+                self._book_end(step.end_ns)
+
+    def _count_work(self, num_keys: int, kv_bytes: int) -> None:
+        self._record.num_keys, self._record.kv_bytes = num_keys, kv_bytes
+
+    def _ran(
+        self, schedule: Schedule, scheduled_ns: int, built_ns: int, work_ns: int, forward_ns: int
+    ) -> None:
         start_ns = schedule.start_ns
         if self._is_short:
             self._short_ns += start_ns - self._schedule_ns
         self._is_short, self._schedule_ns = schedule.is_short_of_kv, start_ns
         duration = work_ns - built_ns
         self._cost.observe(schedule.num_tokens, duration)
-        number = self._record.number + 1
-        chunks: list[Chunk] = []
-        for seq, n in schedule.chunks:
-            ledger = seq.ledger
-            assert ledger is not None
-            if not ledger.num_steps:
-                request = seq.request
-                ledger.num_repeated = self._repeats.see(
-                    request.prompt_token_ids, salt=request.cache_salt
-                )
-            self._book_wait(ledger, seq, start_ns)
-            if seq.chain is not None and seq.chain.lookup_ns > ledger.lookup_ns:
-                spent_ns = seq.chain.lookup_ns - ledger.lookup_ns
-                ledger.lookup_ns += spent_ns
-                ledger.spend(Part.CACHE_LOOKUP, min(start_ns + spent_ns, built_ns))
+        self._scheduled, self._alone = schedule.chunks, []
+        if schedule.chunks == self._all_sharing and not schedule.num_drafted:
+            chunks = self._record.chunks
+        else:
+            chunks = self._sort(schedule, built_ns)
+        ledgers = [alone.ledger for alone in self._alone]
+        if self._sharing:
+            ledgers.append(self._common)
+        for ledger in ledgers:
             if schedule.draft_ns:
                 ledger.spend(Part.ENGINE, scheduled_ns - schedule.draft_ns)
                 ledger.spend(Part.DRAFT, scheduled_ns)
             ledger.spend(Part.ENGINE, built_ns)
-            chunks.append(_chunk(seq, ledger, n))
-        self._divide(schedule.chunks, chunks, schedule.num_tokens, duration)
-        for (seq, n), chunk in zip(schedule.chunks, chunks, strict=True):
-            ledger = seq.ledger
-            assert ledger is not None
-            num_known = seq.num_computed + n - chunk.num_drafted
-            if num_known > ledger.num_seen:
-                ledger.num_seen = num_known
+        self._divide(schedule.num_tokens, duration)
+        for seq, ledger, chunk in self._alone:
+            num_known = seq.num_computed + chunk.num_tokens - chunk.num_drafted
+            ledger.num_seen = max(ledger.num_seen, num_known)
+        number = self._record.number + 1
+        for ledger in ledgers:
             ledger.mark_ns = work_ns
             ledger.spend(Part.GIL_WAIT, forward_ns)
             ledger.last_step = number
             ledger.num_steps += 1
-        num_keys, kv_bytes = self.counters.count_work(schedule.chunks)
-        self._ledgers = [seq.ledger for seq, _ in schedule.chunks if seq.ledger is not None]
         self._is_in_step = True
         self._record = StepRecord(
             number=number, start_ns=start_ns, scheduled_ns=scheduled_ns, built_ns=built_ns,
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
-            num_keys=num_keys, kv_bytes=kv_bytes, draft_ns=schedule.draft_ns,
-            chunks=tuple(chunks),
+            draft_ns=schedule.draft_ns, chunks=chunks,
         )  # fmt: skip
 
+    def _sort(self, schedule: Schedule, built_ns: int) -> tuple[Chunk, ...]:
+        """Find out who goes on sharing, and book what the others did until the step."""
+        before, self._sharing = self._sharing, {}
+        chunks: list[Chunk] = []
+        for seq, n in schedule.chunks:
+            chunk = before.get(seq)
+            if chunk is not None and n == 1 and seq.draft is None:
+                self._sharing[seq] = chunk
+            else:
+                ledger = _ledger(seq)
+                ledger.leave()
+                self._book_begin(ledger, seq, schedule.start_ns, built_ns)
+                chunk = _chunk(seq, ledger, n)
+                self._alone.append(_Alone(seq, ledger, chunk))
+            chunks.append(chunk)
+        for seq in before:
+            if seq not in self._sharing:
+                _ledger(seq).leave()
+        return tuple(chunks)
+
+    def _book_begin(self, ledger: Ledger, seq: Sequence, start_ns: int, built_ns: int) -> None:
+        if not ledger.num_steps:
+            request = seq.request
+            ledger.num_repeated = self._repeats.see(
+                request.prompt_token_ids, salt=request.cache_salt
+            )
+        self._book_wait(ledger, seq, start_ns)
+        if seq.chain is not None and seq.chain.lookup_ns > ledger.lookup_ns:
+            spent_ns = seq.chain.lookup_ns - ledger.lookup_ns
+            ledger.lookup_ns += spent_ns
+            ledger.spend(Part.CACHE_LOOKUP, min(start_ns + spent_ns, built_ns))
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        assert parent.ledger is not None
-        child.ledger = parent.ledger.fork()
-        self._ledgers.append(child.ledger)
+        self.settle()
+        child.ledger = _ledger(parent).fork()
+        chunk = next(alone.chunk for alone in self._alone if alone.seq is parent)
+        self._alone.append(_Alone(child, child.ledger, chunk))
 
     def masked(self, now_ns: int) -> None:
-        for ledger in self._ledgers:
-            ledger.spend(Part.GRAMMAR, now_ns)
+        self.settle()
+        for alone in self._alone:
+            alone.ledger.spend(Part.GRAMMAR, now_ns)
+        if self._sharing:
+            self._common.spend(Part.GRAMMAR, now_ns)
         self._record.masked_ns = now_ns
 
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
-        self._record.sampled_ns = now_ns
+        plain = self._plain
+        if plain is not None:
+            plain.sampled_ns, plain.num_sampled = now_ns, len(seqs)
+            plain.last_token_ns = seqs[0].last_token_ns
+            return
+        if not self._alone:  # all had their last token in the same step
+            self._book_sampled(now_ns, len(seqs), seqs[0].last_token_ns)
+            return
+        self._book_sample(now_ns, len(seqs))
         observe = self.counters.gap_s.observe
         for seq in seqs:
-            ledger = seq.ledger
-            assert ledger is not None
-            ledger.spend(Part.SAMPLE, now_ns)
+            if seq not in self._sharing:
+                _ledger(seq).spend(Part.SAMPLE, now_ns)
             if seq.last_token_ns:
                 observe((now_ns - seq.last_token_ns) / 1e9)
-        self._record.num_sampled = len(seqs)
+
+    def _book_sampled(self, now_ns: int, num_seqs: int, last_token_ns: int) -> None:
+        self._book_sample(now_ns, num_seqs)
+        self.counters.gap_s.observe((now_ns - last_token_ns) / 1e9, num_seqs)
+
+    def _book_sample(self, now_ns: int, num_seqs: int) -> None:
+        self._record.sampled_ns = now_ns
+        self._record.num_sampled = num_seqs
+        if self._sharing:
+            self._common.spend(Part.SAMPLE, now_ns)
 
     def verified(self, seqs: Seq[Sequence], begin_ns: int, now_ns: int) -> None:
         for seq in seqs:
-            ledger = seq.ledger
-            assert ledger is not None
+            ledger = _ledger(seq)
             ledger.spend(Part.DETOKENISE, begin_ns)
             ledger.spend(Part.SAMPLE, now_ns)
             ledger.rejected_ns -= ledger.draft_row_ns
@@ -128,6 +245,8 @@ class StepRecorder:
     def first_text(self, seq: Sequence, now_ns: int) -> None:
         ledger = seq.ledger
         if ledger is not None and ledger.first_text is None:
+            self.settle()
+            self._leave(seq, ledger)
             ledger.spend(Part.DETOKENISE, now_ns)
             ledger.first_text, ledger.first_text_ns = tuple(ledger.ns), now_ns
 
@@ -135,6 +254,8 @@ class StepRecorder:
         ledger = seq.ledger
         if ledger is None:
             return
+        self.settle()
+        self._leave(seq, ledger)
         if seq.finish_reason != "error":
             if self._is_in_step and ledger.last_step == self._record.number:
                 ledger.spend(Part.DETOKENISE, now_ns)
@@ -142,15 +263,44 @@ class StepRecorder:
                 self._book_wait(ledger, seq, now_ns)
         ledger.end_ns = now_ns
 
+    def _leave(self, seq: Sequence, ledger: Ledger) -> None:
+        """Let a sequence that had a share go on with a ledger of its own."""
+        chunk = self._sharing.pop(seq, None)
+        if chunk is not None:
+            ledger.leave()
+            self._all_sharing = None
+            if self._is_in_step:
+                self._alone.append(_Alone(seq, ledger, chunk))
+
     def committed(self, now_ns: int) -> None:
-        record = self._record
-        record.end_ns = now_ns
-        for ledger in self._ledgers:
+        plain = self._plain
+        if plain is None:
+            self._book_end(now_ns)
+            return
+        self._plain = None
+        plain.end_ns = now_ns
+        self._noted.append(plain)
+        since_ns = self._noted[0].schedule.start_ns
+        if len(self._noted) >= MAX_NOTED or now_ns - since_ns > MAX_NOTED_NS:
+            self.settle()
+
+    def _book_end(self, now_ns: int) -> None:
+        record, common = self._record, self._common
+        record.end_ns, short_ns = now_ns, self._short_until(now_ns)
+        if self._sharing:
+            common.spend(Part.DETOKENISE, now_ns)
+        common.mark_ns, common.short_ns, common.last_step = now_ns, short_ns, record.number
+        for seq, ledger, chunk in self._alone:
             if not ledger.end_ns:
                 was_sampled = ledger.mark_ns >= record.sampled_ns
                 ledger.spend(Part.DETOKENISE if was_sampled else Part.PREFILL_OTHERS, now_ns)
-                ledger.short_ns = self._short_until(now_ns)
-        self._ledgers = []
+                ledger.short_ns = short_ns
+                if chunk.is_plain_decode:
+                    ledger.join(common)
+                    self._sharing[seq] = chunk
+        is_all = len(self._sharing) == len(self._scheduled)
+        self._all_sharing = self._scheduled if is_all else None
+        self._scheduled, self._alone = [], []
         self._is_in_step = False
         self.log.add(record)
         self.counters.count_step(record)
@@ -177,23 +327,30 @@ class StepRecorder:
     def _short_until(self, now_ns: int) -> int:
         return self._short_ns + (now_ns - self._schedule_ns if self._is_short else 0)
 
-    def _divide(
-        self, scheduled: Seq[tuple[Sequence, int]], chunks: Seq[Chunk], total: int, duration: int
-    ) -> None:
+    def _divide(self, total: int, duration: int) -> None:
         """Book the step's work: to each its own tokens' cost, and what the others cost it."""
-        prefills = [chunk for chunk in chunks if chunk.kind is not Part.DECODE]
-        shares: dict[int, float] = {}
-        for (seq, n), chunk in zip(scheduled, chunks, strict=True):
-            ledger = seq.ledger
-            assert ledger is not None
-            num_known = n - chunk.num_drafted
-            for size in (n, num_known):
-                if size not in shares:
-                    shares[size] = self._cost.share(size, total)
-            own = int(duration * shares[n])
+        own = int(duration * self._cost.share(1, total))
+        if self._sharing:
+            self._common.ns[Part.DECODE] += own
+            self._common.ns[Part.DECODE_OTHERS] += duration - own
+        if not self._alone:
+            return
+        costs = {1: own}
+
+        def cost(num_tokens: int) -> int:
+            if num_tokens not in costs:
+                costs[num_tokens] = int(duration * self._cost.share(num_tokens, total))
+            return costs[num_tokens]
+
+        prefills = [alone.chunk for alone in self._alone if alone.chunk.kind is not Part.DECODE]
+        for seq, chunk in self._sharing.items() if prefills else ():
+            _blame(_ledger(seq), chunk, prefills, duration - own, total)
+        for _, ledger, chunk in self._alone:
+            n, num_known = chunk.num_tokens, chunk.num_tokens - chunk.num_drafted
+            own = cost(n)
             lost = duration - own
             if chunk.num_drafted:
-                verify = own - min(int(duration * shares[num_known]), own)
+                verify = own - min(cost(num_known), own)
                 ledger.ns[Part.VERIFY] += verify
                 ledger.rejected_ns += verify
                 ledger.draft_row_ns = verify // chunk.num_drafted
@@ -204,10 +361,21 @@ class StepRecorder:
             ledger.ns[chunk.new_kind] += own - again
             is_decode = chunk.kind is Part.DECODE
             ledger.ns[Part.DECODE_OTHERS if is_decode else Part.PREFILL_OTHERS] += lost
-            if lost and total > n:
-                for other in prefills:
-                    if other.request_id != chunk.request_id:
-                        ledger.accuse(other.request_id, lost * other.num_tokens // (total - n))
+            _blame(ledger, chunk, prefills, lost, total)
+
+
+def _ledger(seq: Sequence) -> Ledger:
+    assert seq.ledger is not None
+    return seq.ledger
+
+
+def _blame(ledger: Ledger, chunk: Chunk, prefills: Seq[Chunk], lost: int, total: int) -> None:
+    """Lay what a chunk lost in a step of `total` tokens to the charge of others' prompts."""
+    num_others = total - chunk.num_tokens
+    if lost and num_others:
+        for other in prefills:
+            if other.request_id != chunk.request_id:
+                ledger.accuse(other.request_id, lost * other.num_tokens // num_others)
 
 
 def _new_prefix_wait(ledger: Ledger, seq: Sequence, now_ns: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+
 _FORGET = 0.9  # weight of what a size cost before, when a step of that size is measured
 _NUM_SIZES = 24  # powers of two
 
@@ -16,11 +18,13 @@ class StepCost:
     def __init__(self) -> None:
         self._tokens = [0.0] * _NUM_SIZES  # mean of the sizes that fell into a class; 0: none yet
         self._cost = [0.0] * _NUM_SIZES
+        self._known: list[int] = []  # classes with a mean, in order
 
     def observe(self, num_tokens: int, cost: float) -> None:
         size = min((num_tokens - 1).bit_length(), _NUM_SIZES - 1)
         if not self._tokens[size]:
             self._tokens[size], self._cost[size] = num_tokens, cost
+            insort(self._known, size)
             return
         self._tokens[size] += (num_tokens - self._tokens[size]) * (1 - _FORGET)
         self._cost[size] += (cost - self._cost[size]) * (1 - _FORGET)
@@ -30,13 +34,17 @@ class StepCost:
 
         With one known size, or none, cost is proportional to tokens.
         """
-        points = [(t, c) for t, c in zip(self._tokens, self._cost, strict=True) if t]
-        if not points:
+        known, tokens, costs = self._known, self._tokens, self._cost
+        if not known:
             return float(num_tokens)
-        if len(points) == 1:
-            return points[0][1] / points[0][0] * num_tokens
-        above = next((i for i, (t, _) in enumerate(points) if t >= num_tokens), len(points) - 1)
-        (t0, c0), (t1, c1) = points[max(above, 1) - 1], points[max(above, 1)]
+        below = above = known[0]
+        for size in known[1:]:
+            below, above = above, size
+            if tokens[size] >= num_tokens:
+                break
+        if below == above:
+            return costs[above] / tokens[above] * num_tokens
+        t0, c0, t1, c1 = tokens[below], costs[below], tokens[above], costs[above]
         return c0 + (c1 - c0) * (num_tokens - t0) / (t1 - t0)
 
     def share(self, num_tokens: int, total: int) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from itertools import takewhile
+from operator import add, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct, field
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 8192
 MAX_CHUNKS = 65_536  # over all steps that are kept: about 10 MB
+PHASES = ("schedule", "draft", "build", "forward", "gil_wait", "grammar", "sample", "commit")
 
 
 class Chunk(NamedTuple):
@@ -40,8 +42,14 @@ class Chunk(NamedTuple):
         """RECOMPUTE where anything is computed again, else PREFILL or DECODE."""
         return Part.RECOMPUTE if self.num_again else self.new_kind
 
+    @property
+    def is_plain_decode(self) -> bool:
+        """One new token is computed, for the one after it, and nothing else."""
+        is_decode = self.kind is Part.DECODE
+        return is_decode and self.is_last and self.num_tokens == 1 and not self.num_drafted
 
-class StepRecord(Struct, kw_only=True):
+
+class StepRecord(Struct, kw_only=True, gc=False):
     """One step: when its phases ended, on the engine's clock, and what was in it."""
 
     number: int = -1
@@ -73,20 +81,22 @@ class StepRecord(Struct, kw_only=True):
         return tokens
 
     @property
+    def stamps(self) -> tuple[int, ...]:
+        """The begin of the step's first phase and the end of each, in the order of PHASES."""
+        scheduled_ns, forward_ns = self.scheduled_ns, self.forward_ns
+        return (
+            self.start_ns, scheduled_ns - self.draft_ns, scheduled_ns, self.built_ns, self.work_ns,
+            forward_ns, self.masked_ns or forward_ns, self.sampled_ns, self.end_ns,
+        )  # fmt: skip
+
+    @property
     def phases(self) -> tuple[tuple[str, int, int], ...]:
         """(phase, begin, end) in order; they fill the step. `draft` only where it took time."""
-        drafted_ns = self.scheduled_ns - self.draft_ns
-        draft = (("draft", drafted_ns, self.scheduled_ns),) if self.draft_ns else ()
-        masked_ns = self.masked_ns or self.forward_ns
-        return (
-            ("schedule", self.start_ns, drafted_ns),
-            *draft,
-            ("build", self.scheduled_ns, self.built_ns),
-            ("forward", self.built_ns, self.work_ns),
-            ("gil_wait", self.work_ns, self.forward_ns),
-            ("grammar", self.forward_ns, masked_ns),
-            ("sample", masked_ns, self.sampled_ns),
-            ("commit", self.sampled_ns, self.end_ns),
+        stamps = self.stamps
+        return tuple(
+            (name, begin_ns, end_ns)
+            for name, begin_ns, end_ns in zip(PHASES, stamps, stamps[1:], strict=False)
+            if name != "draft" or self.draft_ns
         )
 
 
@@ -121,15 +131,27 @@ class StepCounters:
         self.duration_s = Histogram(SECONDS)
         self.gap_s = Histogram(SECONDS)  # between two tokens of a sequence
         self.num_tokens = Histogram(COUNTS)
-        self.phase_ns = {name: 0 for name, _, _ in StepRecord().phases}
+        self._stamps = StepRecord().stamps  # summed over the steps
         self.tokens = [0] * NUM_PARTS  # by Part: PREFILL, RECOMPUTE, DECODE and VERIFY
         self.num_sampled = 0
         self.num_keys = 0
         self.kv_bytes = 0
+        # Of the latest step; those that follow are often the same.
+        self._chunks: tuple[Chunk, ...] = ()
+        self._tokens: dict[Part, int] = {}
 
     @property
     def num_steps(self) -> int:
         return self.duration_s.count
+
+    @property
+    def phase_ns(self) -> dict[str, int]:
+        """How long each phase took in all; `draft` only where drafts were made."""
+        stamps = self._stamps
+        spent = dict(zip(PHASES, map(sub, stamps[1:], stamps), strict=False))
+        if not spent["draft"]:
+            del spent["draft"]
+        return spent
 
     @property
     def macs(self) -> int:
@@ -146,16 +168,28 @@ class StepCounters:
     def weight_bytes(self) -> int:
         return 0 if self.work is None else self.work.weight_bytes * self.num_steps
 
-    def count_work(self, scheduled: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+    def count_work(self, scheduled: Seq[tuple[Sequence, int]]) -> tuple[int, int]:
         """Count a step's keys and KV bytes, and return them.
 
         Precondition: `num_computed` does not count the step yet.
         """
-        num_keys = kv_bytes = 0
-        if self.work is not None:
-            for seq, n in scheduled:
-                num_keys += self.work.num_keys(seq.num_computed, n)
-                kv_bytes += self.work.kv_bytes(seq.num_computed, n)
+        num_keys, kv_bytes = self.count_decodes([s.num_computed for s, n in scheduled if n == 1])
+        if self.work is None:
+            return num_keys, kv_bytes
+        for seq, n in scheduled:
+            if n != 1:
+                more_keys = self.work.num_keys(seq.num_computed, n)
+                more_bytes = self.work.kv_bytes(seq.num_computed, n)
+                num_keys, kv_bytes = num_keys + more_keys, kv_bytes + more_bytes
+                self.num_keys += more_keys
+                self.kv_bytes += more_bytes
+        return num_keys, kv_bytes
+
+    def count_decodes(self, contexts: Seq[int]) -> tuple[int, int]:
+        """Do that for one token each of sequences that have so many tokens computed."""
+        if self.work is None:
+            return 0, 0
+        num_keys, kv_bytes = self.work.decodes(contexts)
         self.num_keys += num_keys
         self.kv_bytes += kv_bytes
         return num_keys, kv_bytes
@@ -164,9 +198,8 @@ class StepCounters:
         self.duration_s.observe((record.end_ns - record.start_ns) / 1e9)
         self.num_tokens.observe(record.num_tokens)
         self.num_sampled += record.num_sampled
-        spent = self.phase_ns
-        for name, begin_ns, end_ns in record.phases:
-            spent[name] = spent.get(name, 0) + end_ns - begin_ns
-        tokens = self.tokens
-        for kind, count in record.tokens_by_kind().items():
-            tokens[kind] += count
+        self._stamps = tuple(map(add, self._stamps, record.stamps))
+        if record.chunks is not self._chunks:
+            self._chunks, self._tokens = record.chunks, record.tokens_by_kind()
+        for kind, count in self._tokens.items():
+            self.tokens[kind] += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -55,6 +55,20 @@ class StepWork(Struct, frozen=True, kw_only=True):
             (min(end, window + num_tokens) if window else end) * num_layers
             for window, num_layers in self.layers_of_window
         )
+
+    def decodes(self, num_computed: Sequence[int]) -> tuple[int, int]:
+        """Return the `num_keys` and the `kv_bytes` of chunks of one token each: the same sums."""
+        num_chunks = len(num_computed)
+        ends = sum(num_computed) + num_chunks
+        keys = read = 0
+        for window, num_layers in self.layers_of_window:
+            if not window:
+                keys += num_layers * ends
+                read += num_layers * ends
+            else:
+                keys += num_layers * sum(min(seen + 1, window) for seen in num_computed)
+                read += num_layers * (sum(min(seen, window) for seen in num_computed) + num_chunks)
+        return keys, read * self.kv_bytes_per_token
 
 
 def step_work(model: ModelConfig, tensors: Mapping[str, QTensor], kv_dtype: str) -> StepWork:

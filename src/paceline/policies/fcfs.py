@@ -1,15 +1,15 @@
-"""First come, first served."""
+"""First come, first served; tenants take turns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from paceline.policies.base import Budget, parse_options
+from paceline.policies.turns import Turns
 
 if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
@@ -22,8 +22,11 @@ class Options(Struct, frozen=True):
 class FCFS:
     """Order of submission; a sequence that catches up takes all the tokens that are left."""
 
+    def __init__(self) -> None:
+        self._turns = Turns()
+
     def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now_ns: int) -> list[Sequence]:
-        return sorted((*running, *waiting), key=attrgetter("number"))
+        return self._turns.order(waiting, running)
 
     def quota(self, seq: Sequence, budget: Budget) -> int:
         return budget.num_left

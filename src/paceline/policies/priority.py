@@ -1,4 +1,4 @@
-"""Lower `Request.priority` first, then order of submission."""
+"""Lower `Request.priority` first, then order of submission; tenants take turns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from paceline.policies.base import Budget, parse_options
+from paceline.policies.turns import Turns
 
 if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
@@ -21,8 +22,11 @@ class Options(Struct, frozen=True):
 class Priority:
     """A waiting sequence takes blocks and seats from running ones of lower importance."""
 
+    def __init__(self) -> None:
+        self._turns = Turns()
+
     def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now_ns: int) -> list[Sequence]:
-        return sorted((*running, *waiting), key=lambda seq: (seq.request.priority, seq.number))
+        return sorted(self._turns.order(waiting, running), key=lambda seq: seq.request.priority)
 
     def quota(self, seq: Sequence, budget: Budget) -> int:
         return budget.num_left

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from paceline.errors import ParameterError
 from paceline.policies.base import Budget, parse_options
+from paceline.policies.turns import Turns
 
 if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
@@ -33,7 +33,7 @@ class Options(Struct, frozen=True):
 
 
 class SLO:
-    """Order of submission; prefill next to decodes gets what fits into `step_ms`.
+    """Order of submission, tenants in turns; prefill next to decodes gets what fits into `step_ms`.
 
     A step is taken to cost `base + per_token * num_tokens` seconds. Both are fitted by least
     squares over the measured steps with weights that fade, so the fit follows growing contexts.
@@ -41,13 +41,14 @@ class SLO:
     """
 
     def __init__(self, options: Options) -> None:
+        self._turns = Turns()
         self._step_s = options.step_ms / 1e3
         self._floor = int(options.floor)
         self._num_steps = 0
         self._w = self._x = self._y = self._xx = self._xy = 0.0  # faded sums: 1, tokens, seconds …
 
     def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now_ns: int) -> list[Sequence]:
-        return sorted((*running, *waiting), key=attrgetter("number"))
+        return self._turns.order(waiting, running)
 
     def quota(self, seq: Sequence, budget: Budget) -> int:
         if not budget.num_decodes:

@@ -25,7 +25,7 @@ from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
-from paceline.server.door import cache_salt
+from paceline.server.door import cache_salt, tenant
 from paceline.server.errors import ApiError
 from paceline.server.openai import read_chat, read_completion
 from paceline.server.params import (
@@ -73,10 +73,12 @@ class Prepared(Struct, frozen=True):
 class Answers:
     """Answers calls for one loaded model. Its lifespan is the engine's."""
 
-    def __init__(self, loaded: LoadedModel, reports: Reports, limits: Limits) -> None:
+    def __init__(
+        self, loaded: LoadedModel, reports: Reports, limits: Limits, *, num_tenants: int = 1
+    ) -> None:
         self._loaded = loaded
         self._reports = reports
-        self._admission = Admission(limits)
+        self._admission = Admission(limits, num_tenants=num_tenants)
         self._outbox: Outbox | None = None
         self._num_open = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
@@ -110,7 +112,7 @@ class Answers:
         if self._num_open >= MAX_OPEN_CALLS:
             raise ApiError(
                 429, f"{MAX_OPEN_CALLS} calls are open: try again later",
-                retry_after_s=self._admission.predict_s() or 1.0,
+                retry_after_s=self._admission.predict_s(tenant=tenant(http.scope)) or 1.0,
             )  # fmt: skip
         prepared = await self._prepare(read, body, call)
         with own_words(prepared.asked):
@@ -168,6 +170,8 @@ class Answers:
                 params=params,
                 priority=priority(request),
                 cache_salt=salt,
+                tenant=tenant(http.scope),
+                pin=call.id if asked.pins else "",
                 arrival_ns=arrival_ns,
                 grammar=grammar,
             )

@@ -19,14 +19,16 @@ from paceline.server.door import Door, Keys, Life
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.messages.routes import MessageRoutes
 from paceline.server.page.routes import add_page
+from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
 from paceline.server.responses.routes import ResponseRoutes
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
 from paceline.server.tokens import TokenRoutes
 
+_PREFIXES = "/v1/cache/prefixes"
 _GENERATING = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", _PREFIXES}
 )
 
 
@@ -47,11 +49,14 @@ def create_app(
     """
     reports = Reports(loaded, observers)
     life = life or Life()
-    answers = Answers(loaded, reports, limits or Limits())
+    answers = Answers(
+        loaded, reports, limits or Limits(), num_tenants=1 if keys is None else keys.num_tenants
+    )
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
     messages = MessageRoutes(loaded, answers)
     responses = ResponseRoutes(answers)
+    prefixes = PrefixRoutes(loaded, answers)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (
@@ -71,6 +76,9 @@ def create_app(
         ("/v1/responses/{response_id}", "DELETE", responses.delete),
         ("/v1/responses/{response_id}/cancel", "POST", responses.cancel),
         ("/v1/responses/{response_id}/input_items", "GET", responses.input_items),
+        (_PREFIXES, "POST", prefixes.create),
+        (_PREFIXES, "GET", prefixes.pinned),
+        (_PREFIXES + "/{name}", "DELETE", prefixes.unpin),
         ("/v1/requests/{key}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
         ("/v1/paceline/live", "GET", reports.live),

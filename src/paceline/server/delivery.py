@@ -66,6 +66,7 @@ class Generation:
         self._outbox = outbox
         self._admission = admission
         self._deadline = deadline
+        self._tenant = requests[0].tenant
         self.n = requests[0].params.n
         self._arrived: list[tuple[int, Delta]] = []
         self._news = asyncio.Event()
@@ -89,9 +90,10 @@ class Generation:
             self._engine.check(request)
         num_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         self._admission.check(
-            num_requests=len(self.requests), num_tokens=num_tokens, deadline=self._deadline
-        )
-        self._admission.enter(len(self.requests), num_tokens)
+            num_requests=len(self.requests), num_tokens=num_tokens, deadline=self._deadline,
+            tenant=self._tenant,
+        )  # fmt: skip
+        self._admission.enter(len(self.requests), num_tokens, tenant=self._tenant)
         for idx, request in enumerate(self.requests):
             try:
                 self._engine.submit(request, self._sink(idx))
@@ -120,7 +122,8 @@ class Generation:
         if self._num_waiting:
             error = ApiError(
                 503, f"no token within {timeout_s:g} s: the server is overloaded, try again later",
-                code="queue_timeout", retry_after_s=self._admission.predict_s() or 1.0,
+                code="queue_timeout",
+                retry_after_s=self._admission.predict_s(tenant=self._tenant) or 1.0,
             )  # fmt: skip
             self._expire(error)
 
@@ -136,7 +139,7 @@ class Generation:
             self._has_news[request_idx] = True
             self._num_waiting -= 1
             num_tokens = len(self.requests[request_idx].prompt_token_ids)
-            self._admission.leave(1, num_tokens, is_served=is_served)
+            self._admission.leave(1, num_tokens, is_served=is_served, tenant=self._tenant)
 
     def _sink(self, request_idx: int) -> Callable[[Delta], None]:
         return lambda delta: self._outbox.post(self, request_idx, delta)

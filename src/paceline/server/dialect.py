@@ -75,6 +75,10 @@ class Asked(Protocol):
         """What the answer's id begins with."""
 
     @property
+    def pins(self) -> bool:
+        """Whether the prompt's blocks are to stay in the prefix cache."""
+
+    @property
     def wants_objects(self) -> bool:
         """Whether the arguments of calls must be JSON, because the answer has them as objects."""
 

@@ -35,6 +35,7 @@ class Keys:
 
     def __init__(self, sums: list[bytes]) -> None:
         self._sums = sums
+        self.num_tenants = len(set(sums))
 
     def tenant(self, key: str) -> str | None:
         """Return a name for who has `key`, None if it is none of ours.

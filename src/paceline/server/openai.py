@@ -263,6 +263,10 @@ class OpenAIAsked(msgspec.Struct, frozen=True):
         return "chatcmpl-" if isinstance(self.request, ChatRequest) else "cmpl-"
 
     @property
+    def pins(self) -> bool:
+        return False
+
+    @property
     def wants_objects(self) -> bool:
         return False
 

@@ -53,6 +53,10 @@ class MessagesAsked(Struct, frozen=True, kw_only=True):
     def wants_objects(self) -> bool:
         return True
 
+    @property
+    def pins(self) -> bool:
+        return False
+
     def writer(self, frame: Frame) -> MessageWriter:
         return MessageWriter(frame)
 

@@ -1,0 +1,67 @@
+"""Pins: beginnings of prompts that stay in the KV cache until somebody lets go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from paceline.engine.block_pool import BlockPool
+from paceline.errors import ParameterError
+
+
+class Unpin(Struct, frozen=True):
+    """The wish that a pin is let go."""
+
+    name: str
+
+
+class Pins:
+    """Holds the whole blocks of prompts, by name, so that nothing evicts them.
+
+    Pins may hold half of the pool. They give way, the oldest first, where a sequence alone would
+    not fit beside them: they make answers faster, and never impossible.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._max_blocks = pool.num_blocks // 2
+        self._held: dict[str, list[int]] = {}
+
+    def tokens(self) -> dict[str, int]:
+        """Return how many tokens each pin holds. May be called from any thread."""
+        return {name: len(blocks) * self._block_size for name, blocks in dict(self._held).items()}
+
+    def tables(self) -> list[list[int]]:
+        return list(self._held.values())
+
+    def check(self, num_tokens: int) -> None:
+        """Raise ParameterError unless so many tokens more may be pinned."""
+        num_held = sum(self.tokens().values())
+        limit = self._max_blocks * self._block_size
+        if num_held + num_tokens // self._block_size * self._block_size > limit:
+            raise ParameterError(
+                f"the pins hold {num_held} tokens, and {num_tokens} more are beyond {limit}, half "
+                "of the KV cache: unpin one, or raise --kv-memory",
+                param="pin",
+            )
+
+    def hold(self, name: str, blocks: Sequence[int]) -> None:
+        """Pin `blocks`, which somebody holds now, as far as the limit allows."""
+        num_left = self._max_blocks - sum(map(len, self._held.values()))
+        blocks = list(blocks[:num_left])
+        if blocks and name not in self._held:
+            self._pool.share(blocks)
+            self._held[name] = blocks
+
+    def drop(self, name: str) -> None:
+        """Let go of a pin; what it held stays cached. Unknown names are ignored."""
+        blocks = self._held.pop(name, None)
+        if blocks is not None:
+            self._pool.release(blocks)
+
+    def give_way(self, num_blocks: int) -> None:
+        """Let go of the oldest pins until so many blocks are available, or none is left."""
+        while self._held and self._pool.num_available < num_blocks:
+            self.drop(next(iter(self._held)))

@@ -1,0 +1,186 @@
+"""/v1/cache/prefixes: beginnings of prompts that are computed ahead, and pinned where asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+
+from paceline.completion import Choice
+from paceline.engine.build import LoadedModel
+from paceline.errors import PacelineError, ParameterError
+from paceline.server.answers import Answers
+from paceline.server.dialect import Frame
+from paceline.server.door import tenant
+from paceline.server.errors import ApiError
+from paceline.server.openai import Formatter
+from paceline.server.schema import CompletionRequest, parse
+from paceline.server.tokens import check_model
+from paceline.server.tools import Tools, tool_use
+
+_KEPT_S = 3600.0  # that a call is remembered which left no pin: it may be on its way
+
+
+class PrefixRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text, or how a conversation begins."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
+    pin: bool = False
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=86_400_000)] | None = None
+
+
+class _Entry(msgspec.Struct):
+    """A call that was to pin something, whose it was, and what it was told."""
+
+    owner: str
+    since_s: float
+    told: dict[str, Any]
+
+
+class PrefixAsked(msgspec.Struct, frozen=True):
+    """A body of POST /v1/cache/prefixes: a completion of one token, which nobody is told."""
+
+    request: CompletionRequest
+    given: PrefixRequest
+    owner: str
+    routes: PrefixRoutes
+
+    @property
+    def id_prefix(self) -> str:
+        return "prefix-"
+
+    @property
+    def pins(self) -> bool:
+        return self.given.pin
+
+    @property
+    def wants_objects(self) -> bool:
+        return False
+
+    def writer(self, frame: Frame) -> PrefixWriter:
+        return PrefixWriter(self, frame)
+
+    def in_its_words(self, error: PacelineError) -> PacelineError:
+        if self.given.messages is not None and getattr(error, "param", None) == "prompt":
+            return ApiError(400, str(error), param="messages")
+        return error
+
+
+class PrefixWriter(Formatter):
+    """Writes what became of a prefix, never in a stream."""
+
+    def __init__(self, asked: PrefixAsked, frame: Frame) -> None:
+        super().__init__(
+            "completion", answer_id=frame.answer_id, model=frame.model, tokenizer=frame.tokenizer,
+            wants_logprobs=False,
+        )  # fmt: skip
+        self._asked = asked
+        self._id = frame.answer_id
+        self._told: dict[str, Any] = {
+            "id": frame.answer_id,
+            "object": "cache.prefix",
+            "created": int(time.time()),
+            "model": frame.model,
+            "prompt_tokens": frame.num_prompt_tokens,
+        }
+        if asked.pins:
+            asked.routes.expect(_Entry(asked.owner, time.monotonic(), self._told))
+
+    def whole(self, choices: Sequence[Choice], n: int) -> bytes:
+        self._told["cached_tokens"] = choices[0].usage.cached_tokens
+        self._told["pinned_tokens"] = self._asked.routes.pinned_tokens(self._id)
+        return msgspec.json.encode(self._told)
+
+
+class PrefixRoutes:
+    """Computes prefixes ahead, and keeps the book of pins. Used by the event loop's thread."""
+
+    def __init__(self, loaded: LoadedModel, answers: Answers) -> None:
+        self._loaded = loaded
+        self._answers = answers
+        self._entries: dict[str, _Entry] = {}
+
+    async def create(self, http: HttpRequest) -> Response:
+        return await self._answers.answer(http, partial(self._read, tenant(http.scope)))
+
+    async def pinned(self, http: HttpRequest) -> Response:
+        """List the pins of whoever asks."""
+        owner, pins = tenant(http.scope), self._loaded.engine.pins()
+        data = [
+            {**entry.told, "pinned_tokens": pins[name]}
+            for name, entry in self._entries.items()
+            if name in pins and entry.owner == owner
+        ]
+        body = {"object": "list", "data": data}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def unpin(self, http: HttpRequest, name: str) -> Response:
+        entry = self._entries.get(name)
+        is_known = entry is not None and entry.owner == tenant(http.scope)
+        if not is_known or not self.pinned_tokens(name):
+            raise ApiError(404, f"there is no pin {name!r}", param="id", code="pin_not_found")
+        del self._entries[name]
+        self._loaded.engine.unpin(name)
+        body = {"id": name, "object": "cache.prefix", "deleted": True}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    def pinned_tokens(self, name: str) -> int:
+        return self._loaded.engine.pins().get(name, 0)
+
+    def expect(self, entry: _Entry) -> None:
+        """Enter a call that is to leave a pin, and forget those that have none any more."""
+        pins, since_s = self._loaded.engine.pins(), entry.since_s - _KEPT_S
+        for name, other in list(self._entries.items()):
+            if name not in pins and other.since_s < since_s:
+                del self._entries[name]
+        self._entries[entry.told["id"]] = entry
+
+    def _read(self, owner: str, body: bytes) -> PrefixAsked:
+        given = parse(body, PrefixRequest)
+        check_model(given.model, self._loaded.name)
+        ids = self._encode(given)
+        block_size = self._loaded.config.block_size
+        if given.pin and len(ids) < block_size:
+            raise ApiError(
+                400, f"the prompt has {len(ids)} tokens, and pins hold whole blocks of "
+                f"{block_size}: there is nothing to pin", param="pin",
+            )  # fmt: skip
+        request = CompletionRequest(
+            model=given.model, prompt=ids, max_tokens=1, temperature=0.0, ignore_eos=True,
+            cache_salt=given.cache_salt, priority=given.priority, deadline_ms=given.deadline_ms,
+        )  # fmt: skip
+        return PrefixAsked(request, given, owner, self)
+
+    def _encode(self, given: PrefixRequest) -> list[int]:
+        if (given.prompt is None) == (given.messages is None):
+            raise ApiError(400, "send prompt or messages, one of them", param="prompt")
+        if given.messages is None:
+            if given.tools is not None:
+                raise ApiError(400, "tools need messages", param="tools")
+            assert given.prompt is not None
+            return self._loaded.encode_prompt(given.prompt)
+        use = tool_use(given.tools, None, None)
+        tools = use.objects if use else ()
+        if given.messages and given.messages[-1].get("role") == "user":
+            return self._loaded.encode_chat(given.messages, tools=tools)
+        # What any next message has before it: templates tell only of whole conversations.
+        first, second = (
+            self._loaded.encode_chat(
+                [*given.messages, {"role": "user", "content": text}], tools=tools
+            )
+            for text in ("A", "0")
+        )
+        equal = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+        if not equal:
+            raise ParameterError("the conversation begins with its next message", param="messages")
+        return first[:equal]
