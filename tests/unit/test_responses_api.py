@@ -8,6 +8,7 @@ from paceline.completion import ChoiceBuilder
 from paceline.server.dialect import Frame
 from paceline.server.errors import ApiError
 from paceline.server.params import sampling_params
+from paceline.server.responses.routes import _is_quick
 from paceline.server.responses.store import ResponseStore, Stored
 from paceline.server.responses.translate import read_response
 from paceline.server.responses.writer import ResponseWriter
@@ -77,7 +78,7 @@ def test_items_become_turns_and_calls_go_into_the_turn_before_them():
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     assert asked.names.messages == [f"input[{i}]" for i in (0, 1, 2, 4, 5)]
-    assert all(item["id"] and item["status"] for item in asked.sent)
+    assert all(item["id"] and item["status"] for item in json.loads(asked.sent))
 
 
 @pytest.mark.parametrize("choice", ["none", "auto", "required"])
@@ -184,7 +185,7 @@ def streamed(news, **options):
     raw = made.opening(1) + b"".join(made.chunks(0, delta) for delta in news)
     raw += made.closing([news[-1].usage], 1)
     events = parsed(raw)
-    [(response_id, body, _)] = kept
+    [(response_id, body)] = kept
     assert (response_id, json.loads(body)) == ("resp_1", events[-1]["response"])
     return events
 
@@ -260,7 +261,7 @@ def test_a_failure_is_told_and_nothing_is_kept():
 
 
 def stored(size):
-    return Stored(body=b"x" * size, sent=(), answered=(), conversation_bytes=0)
+    return Stored(b"x" * (size - 1), b"y")
 
 
 def test_the_tenant_that_holds_most_loses_its_oldest():
@@ -305,11 +306,12 @@ def test_a_conversation_goes_on_from_what_is_kept():
     store = ResponseStore()
     first = read(of=store, instructions="Be brief.", tools=[TOOL])
     finished(first, '<tool_call>{"name": "clock", "arguments": {}}</tool_call>')
-    call_id = store.get("", "resp_1").answered[0]["call_id"]
+    call_id = store.get("", "resp_1").conversation()[-1]["call_id"]
     second = read(of=store, previous_response_id="resp_1", input=[{**OUTPUT, "call_id": call_id}])
     assert [message["role"] for message in second.request.messages] == ["user", "assistant", "tool"]
     assert second.names.messages == ["previous_response_id"] * 2 + ["input[0]"]
-    assert second.sent_bytes > first.sent_bytes
+    kinds = [item["type"] for item in json.loads(second.sent)]
+    assert kinds == ["message", "function_call", "function_call_output"]
     with pytest.raises(ApiError):
         read(of=store, tenant="other", previous_response_id="resp_1")
 
@@ -320,3 +322,15 @@ def test_what_is_not_to_be_kept_is_not():
     assert store.get("", "resp_1") is None
     finished(read(of=store))
     assert store.get("", "resp_1") is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "is_quick"),
+    [
+        (b'{"model":"m","input":"Hi"}', True), (b'{"input":"' + b"a" * 5000 + b'"}', False),
+        (b'{"previous_response_id":"resp_1"}', False),
+        (b'{"previous\\u005fresponse_id":"resp_1"}', False),
+    ],
+)  # fmt: skip
+def test_a_body_that_goes_on_from_a_conversation_is_not_read_on_the_event_loop(body, is_quick):
+    assert _is_quick(body) is is_quick

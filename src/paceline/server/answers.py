@@ -54,11 +54,17 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told to come back
 STOP_TIMEOUT_S = 5.0
-# Parsing and tokenising a body up to this size takes well under a millisecond; a longer one goes
-# to a thread, so that it does not hold up the streams of others.
-INLINE_BODY_BYTES = 4096
+_SHORT_BODY_BYTES = 4096
 
 Read = Callable[[bytes], Asked]
+
+
+def is_short(body: bytes) -> bool:
+    """Say whether parsing and tokenising `body` takes well under a millisecond.
+
+    A longer one goes to a thread, so that it does not hold up the streams of others.
+    """
+    return len(body) <= _SHORT_BODY_BYTES
 
 
 class Prepared(Struct, frozen=True):
@@ -102,8 +108,10 @@ class Answers:
     async def completions(self, http: HttpRequest) -> Response:
         return await self.answer(http, read_completion)
 
-    async def answer(self, http: HttpRequest, read: Read) -> Response:
-        """Answer a call whose body `read` understands."""
+    async def answer(
+        self, http: HttpRequest, read: Read, *, is_quick: Callable[[bytes], bool] = is_short
+    ) -> Response:
+        """Answer a call whose body `read` understands; where `is_quick`, on the event loop."""
         body = await read_body(http)
         call: Call = http.scope["state"][CALL]
         call.request_id = request_id(http)
@@ -114,7 +122,7 @@ class Answers:
                 429, f"{MAX_OPEN_CALLS} calls are open: try again later",
                 retry_after_s=self._admission.predict_s(tenant=tenant(http.scope)) or 1.0,
             )  # fmt: skip
-        prepared = await self._prepare(read, body, call)
+        prepared = await self._prepare(read, body, call, is_quick=is_quick(body))
         with own_words(prepared.asked):
             return await self._answer(http, prepared, call)
 
@@ -258,8 +266,8 @@ class Answers:
             )
         return is_wanted
 
-    async def _prepare(self, read: Read, body: bytes, call: Call) -> Prepared:
-        if len(body) <= INLINE_BODY_BYTES:
+    async def _prepare(self, read: Read, body: bytes, call: Call, *, is_quick: bool) -> Prepared:
+        if is_quick:
             return self._read(read, body, call)
 
         def work() -> Prepared:

@@ -9,7 +9,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from paceline.engine.build import LoadedModel
-from paceline.server.answers import INLINE_BODY_BYTES, Answers
+from paceline.server.answers import Answers, is_short
 from paceline.server.body import read_body, request_id
 from paceline.server.dialect import own_words
 from paceline.server.messages.translate import read_count, read_message
@@ -32,7 +32,7 @@ class MessageRoutes:
     async def count_tokens(self, http: HttpRequest) -> Response:
         """Count the tokens of a prompt, as `create` would: `input_tokens` with those cached."""
         body = await read_body(http)
-        if len(body) <= INLINE_BODY_BYTES:
+        if is_short(body):
             num_tokens = self._count(body)
         else:
             num_tokens = await asyncio.to_thread(self._count, body)

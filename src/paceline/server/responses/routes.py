@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from paceline.server.answers import Answers
+from paceline.server.answers import Answers, is_short
 from paceline.server.door import tenant
 from paceline.server.errors import ApiError
 from paceline.server.responses.store import ResponseStore, Stored
@@ -28,7 +28,7 @@ class ResponseRoutes:
     async def create(self, http: HttpRequest) -> Response:
         owner = tenant(http.scope)
         return await self._answers.answer(
-            http, lambda body: read_response(body, self._store, owner)
+            http, lambda body: read_response(body, self._store, owner), is_quick=_is_quick
         )
 
     async def retrieve(self, response_id: str, http: HttpRequest) -> Response:
@@ -58,7 +58,7 @@ class ResponseRoutes:
     async def input_items(self, response_id: str, http: HttpRequest) -> Response:
         """List the items that the answer followed, those of earlier responses included."""
         query = _query(http, "after", "limit", "order")
-        items = list(self._find(response_id, http).sent)
+        items = self._find(response_id, http).items()
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order is {order[:80]!r}: choose asc or desc", param="order")
@@ -82,6 +82,11 @@ class ResponseRoutes:
         if stored is None:
             raise _unknown(response_id)
         return stored
+
+
+def _is_quick(body: bytes) -> bool:
+    """A short body may go on from a long conversation; an escape could hide that it does."""
+    return is_short(body) and b"previous_response_id" not in body and b"\\u" not in body
 
 
 def _query(http: HttpRequest, *known: str) -> dict[str, str]:

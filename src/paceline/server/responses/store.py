@@ -11,21 +11,25 @@ import msgspec
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 * 2**20
 
-Items = tuple[dict[str, Any], ...]
 
-
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """A response, as JSON, and the conversation that it ends: what was sent, then the answer."""
+class Stored(msgspec.Struct, frozen=True):
+    """A response and the items that were sent before it, both as JSON: objects take more room."""
 
     body: bytes
-    sent: Items
-    answered: Items
-    conversation_bytes: int
+    sent: bytes
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it may take; what it shares with an earlier one counts for both."""
-        return len(self.body) + self.conversation_bytes
+        return len(self.body) + len(self.sent)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return all items up to the end of the answer."""
+        return [*self.items(), *msgspec.json.decode(self.body)["output"]]
+
+    def items(self) -> list[dict[str, Any]]:
+        """Return the items before the answer."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.sent)
+        return items
 
 
 class ResponseStore:

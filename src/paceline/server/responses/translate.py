@@ -25,7 +25,7 @@ from paceline.server.responses.schema import (
     TextConfig,
     typed,
 )
-from paceline.server.responses.store import Items, ResponseStore, Stored
+from paceline.server.responses.store import ResponseStore, Stored
 from paceline.server.responses.writer import ResponseWriter
 from paceline.server.schema import ChatRequest, JsonSchemaFormat, NamedSchema, parse
 from paceline.server.tools import Function, FunctionName, NamedTool, Tool, ToolChoice
@@ -40,19 +40,22 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of /v1/responses, read. `sent` are the items before the answer, earlier ones too."""
+    """A call of /v1/responses, read. `sent` are all items before the answer, as JSON."""
 
     request: ChatRequest
     names: Names
     echo: dict[str, Any]  # fields of the body that the response has, too
-    sent: Items
-    sent_bytes: int
+    sent: bytes
     tenant: str
     store: ResponseStore | None  # None: the response is not to be kept
 
     @property
     def id_prefix(self) -> str:
         return "resp_"
+
+    @property
+    def pins(self) -> bool:
+        return False
 
     @property
     def wants_objects(self) -> bool:
@@ -68,15 +71,9 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     def in_its_words(self, error: PacelineError) -> PacelineError:
         return self.names.applied(error)
 
-    def _keep(self, response_id: str, body: bytes, output: Sequence[dict[str, Any]]) -> None:
+    def _keep(self, response_id: str, body: bytes) -> None:
         if self.store is not None:
-            stored = Stored(
-                body=body,
-                sent=self.sent,
-                answered=tuple(output),
-                conversation_bytes=self.sent_bytes + len(body),  # the output is part of the body
-            )
-            self.store.put(self.tenant, response_id, stored)
+            self.store.put(self.tenant, response_id, Stored(body, self.sent))
 
 
 def read_response(body: bytes, store: ResponseStore, tenant: str) -> ResponsesAsked:
@@ -84,7 +81,7 @@ def read_response(body: bytes, store: ResponseStore, tenant: str) -> ResponsesAs
     request = parse(body, ResponseRequest)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    earlier, earlier_bytes = _earlier(request.previous_response_id, store, tenant)
+    earlier = _earlier(request.previous_response_id, store, tenant)
     items = _items(request.input)
     conversation = _Conversation()
     if request.instructions:
@@ -113,17 +110,16 @@ def read_response(body: bytes, store: ResponseStore, tenant: str) -> ResponsesAs
         request=chat,
         names=Names(messages=conversation.sources, fields=_FIELDS),
         echo=_echo(request, tools),
-        sent=(*earlier, *items),
-        sent_bytes=earlier_bytes + len(_encode(items)),
+        sent=_encode([*earlier, *items]),
         tenant=tenant,
         store=None if request.store is False else store,
     )
 
 
-def _earlier(response_id: str | None, store: ResponseStore, tenant: str) -> tuple[Items, int]:
-    """Return the conversation up to a response, and the memory that it takes."""
+def _earlier(response_id: str | None, store: ResponseStore, tenant: str) -> list[dict[str, Any]]:
+    """Return the conversation up to the end of a response that is kept."""
     if response_id is None:
-        return (), 0
+        return []
     stored = store.get(tenant, response_id)
     if stored is None:
         raise ApiError(
@@ -131,7 +127,7 @@ def _earlier(response_id: str | None, store: ResponseStore, tenant: str) -> tupl
             "the conversation as input",
             param="previous_response_id", code="previous_response_not_found",
         )  # fmt: skip
-    return (*stored.sent, *stored.answered), stored.conversation_bytes
+    return stored.conversation()
 
 
 def _items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

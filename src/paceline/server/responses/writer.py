@@ -17,14 +17,14 @@ from paceline.text.tool_calls import CallBegun, Content, Piece
 from paceline.types import Delta, FinishReason, Usage
 
 _encode = msgspec.json.Encoder().encode
-Keep = Callable[[str, bytes, Sequence[dict[str, Any]]], None]
+Keep = Callable[[str, bytes], None]
 
 
 class ResponseWriter:
     """A Writer of /v1/responses. `echo` are fields that every response has as they were asked.
 
     In a stream each item is done before the next is added, and events are numbered. `keep` is
-    called with the id, the JSON and the output of the response when it is whole.
+    called with the id and the JSON of the response when it is whole.
     """
 
     quiet_s: float | None = None
@@ -140,7 +140,7 @@ class ResponseWriter:
         """Return the status of the answer and the response, and keep it."""
         status = "incomplete" if self._is_cut else "completed"
         body = _encode(self._response(status, usage=self._usage(usage)))
-        self._keep(self._frame.answer_id, body, self._output)
+        self._keep(self._frame.answer_id, body)
         return status, body
 
     def _response(self, status: str, *, usage: dict[str, Any] | None) -> dict[str, Any]:
