@@ -219,6 +219,20 @@ def test_set_ups_are_paid_where_texts_are_long_enough_to_win_them_back() -> None
     assert speed_up(Goodput(), cost, 0.9, setup_s=0.15, text_steps=4, **options) > 0.99
 
 
+def test_what_drafts_won_lately_pays_for_the_next_set_up() -> None:
+    pace, cost = Goodput(), machine(0.05, 0.1)
+    for num_rows in (1, 4):
+        pace.observe(num_rows=num_rows, num_drafted=0, num_accepted=0, num_prefill=0,
+                     seconds=cost(num_rows), draft_s=0.0, setup_s=0.0)  # fmt: skip
+    lengths_of(pace, [[0.9]], 1)
+    # A set-up of three steps, all of the fund; three right guesses for 0.3 steps more.
+    pace.observe(num_rows=4, num_drafted=3, num_accepted=3, num_prefill=0,
+                 seconds=cost(4), draft_s=0.15, setup_s=0.15)  # fmt: skip
+    assert pace.fund < 0.05
+    assert pace.balance == pytest.approx(3.7, abs=0.05)
+    assert pace.budget_s == pytest.approx(2.7 * 0.05, rel=0.05)
+
+
 def test_the_better_of_two_offers_is_the_one_that_gives_more_tokens_a_second() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.1), 0.9)

@@ -36,8 +36,9 @@ class Goodput:
     of the time are lost. A prompt in the step means no drafts: it fills the step by itself.
 
     Guesses that cost time must be paid before they can win, set-ups long before. A fund pays for
-    set-ups, and for such guesses where the balance cannot. It has a bound of the same kind:
-    `_FUND` steps, `_FUND_TRICKLE` of the time, and what drafts won before, up to `_MAX_FUND`.
+    set-ups, with what drafts won lately, and for such guesses where the balance cannot. It has a
+    bound of the same kind: `_FUND` steps, `_FUND_TRICKLE` of the time, and what drafts won before,
+    up to `_MAX_FUND`.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,10 @@ class Goodput:
 
     @property
     def budget_s(self) -> float:
-        return self._fund * self._cost.seconds(self._num_rows) if self._cost.is_known else 0.0
+        if not self._cost.is_known:
+            return 0.0
+        num_steps = self._fund + max(self._balance - _CREDIT, 0.0)
+        return num_steps * self._cost.seconds(self._num_rows)
 
     def is_open(self, num_rows: int, num_prefill: int) -> bool:
         self._is_probe = False
@@ -116,9 +120,9 @@ class Goodput:
             spent_s = min(seconds, 2 * self._cost.at_most(num_rows)) + max(draft_s - setup_s, 0.0)
             won = num_accepted / num_plain + 1 - spent_s / plain_s
             self._balance += won
-            self._fund -= min(setup_s, draft_s) / plain_s
             if draft_s:
-                self._rescue()
+                self._fund -= min(setup_s, draft_s) / plain_s
+                self._even_out()
             self._num_idle = 0
             self._num_drafting += 1
             if self._is_probe:
@@ -132,11 +136,12 @@ class Goodput:
         self._close_books()
         self._cost.observe(num_rows, seconds)
 
-    def _rescue(self) -> None:
-        """Let the fund pay what the balance owes."""
-        paid = min(max(-self._balance, 0.0), max(self._fund, 0.0))
-        self._balance += paid
-        self._fund -= paid
+    def _even_out(self) -> None:
+        """Let each account pay what the other owes."""
+        moved = min(max(-self._balance, 0.0), max(self._fund, 0.0))
+        moved -= min(max(-self._fund, 0.0), max(self._balance, 0.0))
+        self._balance += moved
+        self._fund -= moved
 
     def _close_books(self) -> None:
         """Let both accounts grow by their share of a step; what is won beyond one fills the other.
@@ -232,5 +237,5 @@ class Goodput:
         """Say whether the books can pay for the step if every drafted token is wrong."""
         plain_s = self._cost.seconds(num_rows)
         risk = (self._cost.at_most(num_rows + num_drafted) + draft_s) / plain_s - 1
-        fund = max(self._fund - setup_s / plain_s, 0.0) if draft_s else 0.0
+        fund = self._fund - setup_s / plain_s if draft_s else 0.0
         return risk <= self._balance + fund
