@@ -54,13 +54,13 @@ def step_table() -> StepTable:
 
 def test_the_prediction_prices_the_steps_that_ran_and_those_that_were_saved() -> None:
     cell = Cell("edit", 1, num_accepted=6)
-    cell.steps = {(1, 0): 2, (1, 3): 2}
+    cell.steps = {"1+0": 2, "1+3": 2}
     # Ten plain steps against two of one row and two of four rows.
     assert predict(cell, step_table()) == pytest.approx(10 / (2 + 2 * 1.3))
     cell.draft_s = 1.4
     assert predict(cell, step_table()) == pytest.approx(10 / 6)
     batch = Cell("edit", 2, num_accepted=4)
-    batch.steps = {(2, 2): 2}
+    batch.steps = {"2+2": 2}
     # Four steps of two sequences against two with a row more for each.
     assert predict(batch, step_table()) == pytest.approx(4 * 1.2 / (2 * 1.4))
     assert predict(Cell("edit", 1), step_table()) is None

@@ -42,7 +42,7 @@ class Cell(Struct, eq=False):
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     draft_s: float = 0.0
-    steps: dict[tuple[int, int], int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
 
 
 def measure(
@@ -137,7 +137,8 @@ def predict(cell: Cell, table: StepTable) -> float | None:
     context = sum(run.context for run in cell.plain) // max(len(cell.plain), 1)
     drafting_s = cell.draft_s
     num_steps = num_rows = 0
-    for (num_plain, num_drafted), count in cell.steps.items():
+    for size, count in cell.steps.items():
+        num_plain, num_drafted = map(int, size.split("+"))
         drafting_s += count * _step_s(table, num_plain, num_drafted, context)
         num_steps += count
         num_rows += count * num_plain

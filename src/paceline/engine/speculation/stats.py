@@ -20,7 +20,7 @@ class SpecStats(Struct, kw_only=True):
     drafted_at: list[int]
     accepted_at: list[int]
     draft_s: float = 0.0  # spent on guesses that are not free
-    steps: dict[tuple[int, int], int]  # without prompts, by (rows without drafts, drafted)
+    steps: dict[str, int]  # without prompts, by "rows without drafts+drafted"
 
     @classmethod
     def empty(cls) -> SpecStats:
@@ -41,7 +41,7 @@ class SpecStats(Struct, kw_only=True):
 
     def count_step(self, num_plain: int, num_drafted: int, draft_s: float) -> None:
         """Count a step that holds no prompt."""
-        size = num_plain, num_drafted
+        size = f"{num_plain}+{num_drafted}"
         self.steps[size] = self.steps.get(size, 0) + 1
         self.draft_s += draft_s
 
