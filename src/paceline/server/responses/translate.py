@@ -54,10 +54,6 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
         return "resp_"
 
     @property
-    def pins(self) -> bool:
-        return False
-
-    @property
     def wants_objects(self) -> bool:
         return False
 
