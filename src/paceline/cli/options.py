@@ -45,7 +45,7 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         help="An encoder's weights: file, as they are, or q8_0, rounded to int8 as they are "
-        "loaded: quicker and a little less exact.",
+        "loaded: less to read and a little less exact.",
     ),
 ]
 ApiKey = Annotated[
