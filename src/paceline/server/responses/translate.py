@@ -57,6 +57,10 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     def wants_objects(self) -> bool:
         return False
 
+    @property
+    def pins(self) -> bool:
+        return False
+
     def writer(self, frame: Frame) -> ResponseWriter:
         return ResponseWriter(frame, self.echo, keep=self._keep)
 
