@@ -202,3 +202,8 @@ def test_an_open_stream_ends_with_an_event_and_no_traceback_at_ctrl_c(long_scrip
     assert process.returncode == 130
     assert "Traceback" not in log
     assert text.rstrip().endswith("[DONE]") or "shutting down" in text
+
+
+def test_bench_spec_has_nothing_to_measure_without_speculation():
+    refused = paceline("bench", "spec", "no-such-model", "--speculate", "off")
+    assert (refused.returncode, "--speculate is off" in refused.stderr) == (1, True)

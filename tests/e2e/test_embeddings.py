@@ -196,9 +196,17 @@ def test_embed_shows_cosines_or_vectors(folder):
         [*command, "-", "--json"], input="a cat\n\nbig dog\n", capture_output=True, text=True,
         check=True,
     ).stdout  # fmt: skip
+    mixed = subprocess.run([*command, "-", "b"], input="a", capture_output=True, text=True)
+    assert (mixed.returncode, "reads all texts from stdin" in mixed.stderr) == (1, True)
     result = json.loads(printed)
     assert (result["dimensions"], result["num_tokens"]) == (64, [4, 4])
     assert len(result["embeddings"]) == 2
+
+
+def test_an_encoder_is_no_draft_model(folder, script_path):
+    config = EngineConfig(speculate=f"draft:model={folder}")
+    with pytest.raises(UnsupportedModelError, match="embeds texts and writes none"):
+        load_model(str(script_path), config)
 
 
 def test_a_folder_of_an_encoder_does_not_load_as_a_model_that_writes(folder):

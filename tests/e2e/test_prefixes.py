@@ -72,6 +72,16 @@ def test_a_pin_is_there_until_it_is_let_go(server):
         assert server.client.delete(f"{PATH}/{name}").status_code == 404
 
 
+def test_what_is_pinned_again_is_the_same_pin(server):
+    first, again = (prefix(server, prompt=LONG, pin=True) for _ in range(2))
+    assert (again["id"], again["pinned_tokens"]) == (first["id"], first["pinned_tokens"])
+    assert [pin["id"] for pin in pins(server)] == [first["id"]]
+    longer = prefix(server, prompt=LONG * 2, pin=True)
+    assert longer["id"] != first["id"]
+    # Both hold the beginning, and it counts once.
+    assert server.engine.stats().num_live_blocks * 16 == longer["pinned_tokens"]
+
+
 def test_pins_belong_to_a_key(script_path, tmp_path):
     path = tmp_path / "keys"
     path.write_text("a-key-of-the-first\na-key-of-the-second\n")
@@ -86,6 +96,16 @@ def test_pins_belong_to_a_key(script_path, tmp_path):
         assert cached(server.complete(LONG + "z", max_tokens=1)) == 0
         server.client.headers["authorization"] = "Bearer a-key-of-the-first"
         assert pins(server) == [told]
+        size = server.engine.stats().num_blocks * 16
+        refused = None
+        for i in range(size // 480):
+            response = server.post(PATH, prompt=f"{i:03}" * 160, pin=True)
+            if response.status_code != 200:
+                refused = response.json()["error"]["message"]
+                break
+        assert "this key's pins hold" in refused
+        server.client.headers["authorization"] = "Bearer a-key-of-the-second"
+        assert prefix(server, prompt="b" * 200, pin=True)["pinned_tokens"] >= 192
 
 
 @pytest.mark.parametrize(
@@ -108,6 +128,12 @@ def test_pins_belong_to_a_key(script_path, tmp_path):
 def test_bad_bodies_are_refused_by_field(server, body, status, param):
     response = server.client.post(PATH, json={"model": server.name, **body})
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+def test_a_body_without_a_type_is_refused(server):
+    body = json.dumps({"model": server.name, "prompt": LONG, "pin": True})
+    refused = server.client.post(PATH, content=body)
+    assert (refused.status_code, pins(server)) == (415, [])
 
 
 def test_half_of_the_cache_can_be_pinned_and_no_more(server):
@@ -141,6 +167,14 @@ def test_the_command_warms_pins_lists_and_lets_go(script_path, tmp_path):
         raw = paceline("cache", "warm", LONG, "--raw", *url)
         assert raw.returncode == 0
         assert cached(server.complete(LONG + "z", max_tokens=1)) >= len(LONG) - 1
+
+
+@pytest.mark.parametrize("text", ["hello", '[{"role": "user", "content": "\\ud800"}]'])
+def test_a_file_that_is_no_json_is_named(text, tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(text)
+    refused = paceline("cache", "warm", "--messages", str(path))
+    assert (refused.returncode, f"{path} holds no JSON" in refused.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,13 @@ def test_all_else_needs_one(keys, path):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("", "no key"), ("# none\n", "no key"), ("short\n", "line 1"), ("sha256:12\n", "line 1")],
+    [
+        ("", "no key"),
+        ("# none\n", "no key"),
+        ("short\n", "line 1"),
+        ("sha256:12\n", "line 1"),
+        ("ключ-ключ-ключ-ключ\n", "ASCII"),
+    ],
 )
 def test_a_file_without_good_keys_is_refused(tmp_path, text, says):
     path = tmp_path / "keys"

@@ -117,9 +117,18 @@ def test_a_token_that_may_not_come_is_an_error(grammars):
         state.commit(ord("b"))
 
 
+def nested(depth: int) -> dict:
+    schema: dict = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("structured", "says"),
     [
+        (Structured(json_schema=nested(64)), "cannot be kept to"),
+        (Structured(json_schema=nested(300)), "cannot be kept to: recursion limit"),
         (Structured(json_schema={"type": "object", "properties": {"a": "x"}}), "schema must be"),
         (Structured(json_schema={"type": "strnig"}), "strnig"),
         (Structured(json_schema={"$ref": "#/$defs/none"}), "/$defs/none"),
@@ -205,3 +214,8 @@ def test_a_schema_is_checked_once_and_without_the_vocabulary(monkeypatch):
         with pytest.raises(ParameterError, match="bogus"):
             fresh.check_schema({"type": "bogus"})
     assert len(asked) == 2
+
+
+def test_a_schema_that_nests_too_deeply_is_no_tools_schema(grammars):
+    with pytest.raises(ParameterError, match="cannot be kept to: recursion limit"):
+        grammars.check_schema(nested(300))

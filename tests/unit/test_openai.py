@@ -254,8 +254,13 @@ def test_odd_prompts_are_refused(prompt):
 
 
 class Letters:
+    """Characters by their numbers; those below 0 are single bytes."""
+
     def token_text(self, token_id: int) -> str:
-        return chr(token_id)
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
+        return bytes([-token_id]) if token_id < 0 else chr(token_id).encode()
 
 
 def formatter(endpoint="chat", **options):
@@ -386,6 +391,29 @@ def test_completion_offsets_go_on_from_chunk_to_chunk():
         delta = Delta(request_id="r", index=0, text="A€", logprobs=SCORES)
         (chunk,) = events(writer.chunks(0, delta))
         assert chunk["choices"][0]["logprobs"]["text_offset"] == expected
+
+
+@pytest.mark.parametrize("given", [{}, {"choice": []}, {"json": {}, "regex": "a"}])
+def test_a_structure_that_is_none_or_two_is_refused_in_the_fields_own_names(given):
+    error = refusal(lambda: sampling_params(chat(structured_outputs=given), {}))
+    assert error.param == "structured_outputs"
+    assert "exactly one of json, json_object, regex, choice, grammar" in str(error)
+
+
+def test_parts_of_characters_are_told_apart_and_the_chosen_token_is_among_the_likeliest():
+    top = ((-0xE4, -0.1), (-0xE5, -0.2))
+    scores = (TokenLogprob(-0xE4, -0.1, 1, top), TokenLogprob(67, -9.0, 5, top))
+    writer = formatter("completion", wants_logprobs=True)
+    (chunk,) = events(writer.chunks(0, Delta(request_id="r", index=0, logprobs=scores)))
+    told = chunk["choices"][0]["logprobs"]
+    assert told["tokens"] == ["bytes:\\xe4", "C"]
+    first = {"bytes:\\xe4": -0.1, "bytes:\\xe5": -0.2}
+    assert told["top_logprobs"] == [first, {**first, "C": -9.0}]
+    assert told["text_offset"] == [0, 1]
+    (chunk,) = events(formatter(wants_logprobs=True).chunks(
+        0, Delta(request_id="r", index=0, text="x", logprobs=scores[:1])
+    ))  # fmt: skip
+    assert chunk["choices"][0]["logprobs"]["content"][0]["bytes"] == [0xE4]
 
 
 def test_a_whole_chat_answer_has_openais_shape():

@@ -41,7 +41,7 @@ def spec(
     Beside the measured speed-up stands the one that the steps saved promise by the cost of steps on
     this machine, which is measured once (10 s and more) and kept. Texts are greedy, so both engines
     must write the same; the report says whether they did.
-    `--speculate` is ngram unless given.
+    Without `--speculate` it is ngram that is measured.
 
     **Examples**
 
@@ -64,6 +64,8 @@ def spec(
     batches = read_counts(batch, "--batch", MAX_BATCH)
     config = with_room(config, max(batches), is_fixed=is_given(ctx, "max_num_seqs"))
     if config.speculate == "off":
+        if is_given(ctx, "speculate"):
+            raise ParameterError("--speculate is off: name what is to be measured beside that")
         config = replace(config, speculate="ngram")
     plain = load(model, replace(config, speculate="off"))
     drafting = load(model, config)

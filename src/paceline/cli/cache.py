@@ -128,7 +128,11 @@ def _beginning(text: str | None, messages: Path | None, *, is_raw: bool) -> dict
     if messages is not None:
         if is_raw:
             raise ParameterError("--raw is of a text: leave out --messages")
-        given = json.loads(_read(messages, "--messages"))
+        try:
+            given = json.loads(_read(messages, "--messages"))
+            json.dumps(given, ensure_ascii=False).encode()  # halves of characters are no text
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(f"--messages: {messages} holds no JSON: {error}") from None
         return given if isinstance(given, dict) else {"messages": given}
     assert text is not None
     if text.startswith("@"):

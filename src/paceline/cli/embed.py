@@ -67,8 +67,10 @@ def embed(
 
 
 def _read(texts: list[str]) -> list[str]:
-    if texts != ["-"]:
+    if "-" not in texts:
         return texts
+    if len(texts) > 1:
+        raise ParameterError("`-` reads all texts from stdin: leave the others out")
     try:
         lines = [line for line in sys.stdin.buffer.read().decode().splitlines() if line.strip()]
     except UnicodeDecodeError as error:

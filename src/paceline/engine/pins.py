@@ -19,8 +19,9 @@ class Unpin(Struct, frozen=True):
 class Pins:
     """Holds the whole blocks of prompts, by name, so that nothing evicts them.
 
-    Pins may hold half of the pool. They give way, the oldest first, where a sequence alone would
-    not fit beside them: they make answers faster, and never impossible.
+    Pins may hold half of the pool; a block that several hold counts once. They give way, the oldest
+    first, where a sequence alone would not fit beside them: they make answers faster, and never
+    impossible.
     """
 
     def __init__(self, pool: BlockPool, *, block_size: int) -> None:
@@ -38,7 +39,8 @@ class Pins:
 
     def check(self, num_tokens: int) -> None:
         """Raise ParameterError unless so many tokens more may be pinned."""
-        num_held = sum(self.tokens().values())
+        held = {block for blocks in dict(self._held).values() for block in blocks}
+        num_held = len(held) * self._block_size
         limit = self._max_blocks * self._block_size
         if num_held + num_tokens // self._block_size * self._block_size > limit:
             raise ParameterError(
@@ -49,8 +51,15 @@ class Pins:
 
     def hold(self, name: str, blocks: Sequence[int]) -> None:
         """Pin `blocks`, which somebody holds now, as far as the limit allows."""
-        num_left = self._max_blocks - sum(map(len, self._held.values()))
-        blocks = list(blocks[:num_left])
+        held = {block for blocks in self._held.values() for block in blocks}
+        num_left = self._max_blocks - len(held)
+        num_new = 0
+        for i, block in enumerate(blocks):
+            num_new += block not in held
+            if num_new > num_left:
+                blocks = blocks[:i]
+                break
+        blocks = list(blocks)
         if blocks and name not in self._held:
             self._pool.share(blocks)
             self._held[name] = blocks

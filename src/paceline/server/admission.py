@@ -87,7 +87,9 @@ class Admission:
             # Into an empty queue goes what is longer than the limit, too: or it never could.
             if limit is None or not waiting or self._has_room(waiting, tenant, new, limit):
                 continue
-            of_key = f", {waiting.get(tenant, 0)} of this key" if self._num_tenants > 1 else ""
+            of_key = ""
+            if self._num_tenants > 1:
+                of_key = f", {waiting.get(tenant, 0)} of this key, of which each has its share"
             raise ApiError(
                 429, f"the queue is full: {sum(waiting.values())} {name} wait{of_key}, {new} more "
                 f"are beyond its {limit}; try again later",

@@ -54,14 +54,13 @@ def create_app(
     """
     reports = Reports(loaded, observers)
     life = life or Life()
-    answers = Answers(
-        loaded, reports, limits or Limits(), num_tenants=1 if keys is None else keys.num_tenants
-    )
+    num_tenants = 1 if keys is None else keys.num_tenants
+    answers = Answers(loaded, reports, limits or Limits(), num_tenants=num_tenants)
     status = Status(loaded, life)
     tokens = TokenRoutes(loaded)
     messages = MessageRoutes(loaded, answers)
     responses = ResponseRoutes(answers)
-    prefixes = PrefixRoutes(loaded, answers)
+    prefixes = PrefixRoutes(loaded, answers, num_tenants=num_tenants)
     app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
                   redoc_url=None)  # fmt: skip
     for path, method, endpoint in (

@@ -62,10 +62,11 @@ def read_keys(path: str) -> Keys:
         if not key:
             continue
         hashed = _HASHED.fullmatch(key)
-        if hashed is None and (key.startswith("sha256:") or len(key) < _MIN_KEY_CHARS):
+        is_plain = len(key) >= _MIN_KEY_CHARS and key.isascii() and key.isprintable()
+        if hashed is None and (key.startswith("sha256:") or not is_plain):
             raise ParameterError(
-                f"line {number} of {path} is no key: write at least {_MIN_KEY_CHARS} characters, "
-                "or sha256: and 64 hexadecimal digits"
+                f"line {number} of {path} is no key: write at least {_MIN_KEY_CHARS} characters of "
+                "ASCII, or sha256: and 64 hexadecimal digits"
             )
         plain = hashlib.sha256(key.encode()).digest()
         sums.append(plain if hashed is None else bytes.fromhex(hashed[1]))

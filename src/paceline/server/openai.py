@@ -31,6 +31,8 @@ class TokenTexts(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes: ...
+
 
 def usage_object(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     """Return the usage of all choices; each prompt counts once, whatever `n` is."""
@@ -229,29 +231,40 @@ class Formatter:
 
     def _scored(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.token_text(token_id)
-        return {"token": text, "logprob": _floor(logprob), "bytes": list(text.encode())}
+        own = self._tokenizer.token_bytes(token_id, skip_special=False)
+        return {"token": text, "logprob": _floor(logprob), "bytes": list(own)}
 
     def _completion_logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._tokenizer.token_text(item.token_id) for item in logprobs]
         offsets = []
         offset = self._offsets.get(index, 0)
-        for token in tokens:
+        for item in logprobs:
             offsets.append(offset)
-            offset += len(token)
+            offset += len(self._tokenizer.token_text(item.token_id))
         self._offsets[index] = offset
         return {
-            "tokens": tokens,
+            "tokens": [self._name(item.token_id) for item in logprobs],
             "token_logprobs": [_floor(item.logprob) if item.rank else None for item in logprobs],
             "top_logprobs": [self._top(item) if item.rank else None for item in logprobs],
             "text_offset": offsets,
         }
 
     def _top(self, item: TokenLogprob) -> dict[str, float]:
-        """Two tokens may share a text (partial UTF-8): the likelier one keeps it."""
+        """Return the likeliest tokens, and the chosen one where it is none of them.
+
+        Two tokens may share a name: the likelier one keeps it.
+        """
         top: dict[str, float] = {}
-        for token_id, logprob in item.top:
-            top.setdefault(self._tokenizer.token_text(token_id), _floor(logprob))
+        for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
+            top.setdefault(self._name(token_id), _floor(logprob))
         return top
+
+    def _name(self, token_id: int) -> str:
+        """Return a token's text, of a part of a character its bytes, as OpenAI writes them."""
+        own = self._tokenizer.token_bytes(token_id, skip_special=False)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 class OpenAIAsked(msgspec.Struct, frozen=True):

@@ -150,6 +150,12 @@ def _structured(request: ChatRequest | CompletionRequest) -> Structured | None:
 
 def _structured_outputs(given: StructuredOutputs) -> Structured:
     fields = msgspec.structs.asdict(given)
+    sent = [name for name, value in fields.items() if value not in (None, False, [])]
+    if len(sent) != 1:
+        raise ApiError(
+            400, f"structured_outputs has {' and '.join(sent) or 'nothing'}: give exactly one of "
+            f"{', '.join(fields)}", param="structured_outputs",
+        )  # fmt: skip
     fields["json_schema"] = fields.pop("json")
     fields["choice"] = None if given.choice is None else tuple(given.choice)
     try:

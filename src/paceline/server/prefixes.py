@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
@@ -40,9 +41,10 @@ class PrefixRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Entry(msgspec.Struct):
-    """A call that was to pin something, whose it was, and what it was told."""
+    """A call that was to pin something, whose it was, what, and what it was told."""
 
     owner: str
+    prefix: bytes  # a hash of its tokens and its salt
     since_s: float
     told: dict[str, Any]
 
@@ -53,6 +55,8 @@ class PrefixAsked(msgspec.Struct, frozen=True):
     request: CompletionRequest
     given: PrefixRequest
     owner: str
+    prefix: bytes
+    known_pin: str | None  # that holds the same already
     routes: PrefixRoutes
 
     @property
@@ -61,7 +65,7 @@ class PrefixAsked(msgspec.Struct, frozen=True):
 
     @property
     def pins(self) -> bool:
-        return self.given.pin
+        return self.given.pin and self.known_pin is None
 
     @property
     def wants_objects(self) -> bool:
@@ -85,16 +89,17 @@ class PrefixWriter(Formatter):
             wants_logprobs=False,
         )  # fmt: skip
         self._asked = asked
-        self._id = frame.answer_id
+        self._id = asked.known_pin or frame.answer_id
         self._told: dict[str, Any] = {
-            "id": frame.answer_id,
+            "id": self._id,
             "object": "cache.prefix",
             "created": int(time.time()),
             "model": frame.model,
             "prompt_tokens": frame.num_prompt_tokens,
         }
         if asked.pins:
-            asked.routes.expect(_Entry(asked.owner, time.monotonic(), self._told))
+            entry = _Entry(asked.owner, asked.prefix, time.monotonic(), self._told)
+            asked.routes.expect(entry)
 
     def whole(self, choices: Sequence[Choice], n: int) -> bytes:
         self._told["cached_tokens"] = choices[0].usage.cached_tokens
@@ -105,9 +110,10 @@ class PrefixWriter(Formatter):
 class PrefixRoutes:
     """Computes prefixes ahead, and keeps the book of pins. Used by the event loop's thread."""
 
-    def __init__(self, loaded: LoadedModel, answers: Answers) -> None:
+    def __init__(self, loaded: LoadedModel, answers: Answers, *, num_tenants: int = 1) -> None:
         self._loaded = loaded
         self._answers = answers
+        self._num_tenants = num_tenants
         self._entries: dict[str, _Entry] = {}
 
     async def create(self, http: HttpRequest) -> Response:
@@ -149,17 +155,44 @@ class PrefixRoutes:
         given = parse(body, PrefixRequest)
         check_model(given.model, self._loaded.name)
         ids = self._encode(given)
-        block_size = self._loaded.config.block_size
-        if given.pin and len(ids) < block_size:
-            raise ApiError(
-                400, f"the prompt has {len(ids)} tokens, and pins hold whole blocks of "
-                f"{block_size}: there is nothing to pin", param="pin",
-            )  # fmt: skip
+        prefix = blake2b(msgspec.json.encode([ids, given.cache_salt]), digest_size=16).digest()
+        known = self._pin_of(owner, prefix) if given.pin else None
+        if given.pin and known is None:
+            self._check_pin(owner, len(ids))
         request = CompletionRequest(
             model=given.model, prompt=ids, max_tokens=1, temperature=0.0, ignore_eos=True,
             cache_salt=given.cache_salt, priority=given.priority, deadline_ms=given.deadline_ms,
         )  # fmt: skip
-        return PrefixAsked(request, given, owner, self)
+        return PrefixAsked(request, given, owner, prefix, known, self)
+
+    def _pin_of(self, owner: str, prefix: bytes) -> str | None:
+        """Return the pin of `owner` that holds this prefix, if there is one."""
+        pins = self._loaded.engine.pins()
+        return next(
+            (
+                name
+                for name, entry in self._entries.items()
+                if name in pins and (entry.owner, entry.prefix) == (owner, prefix)
+            ),
+            None,
+        )
+
+    def _check_pin(self, owner: str, num_tokens: int) -> None:
+        """Raise ApiError where there is nothing to pin, or this key's share is used up."""
+        engine, block_size = self._loaded.engine, self._loaded.config.block_size
+        if num_tokens < block_size:
+            raise ApiError(
+                400, f"the prompt has {num_tokens} tokens, and pins hold whole blocks of "
+                f"{block_size}: there is nothing to pin", param="pin",
+            )  # fmt: skip
+        pins = engine.pins()
+        own = sum(pins.get(n, 0) for n, entry in self._entries.items() if entry.owner == owner)
+        share = engine.stats().num_blocks * block_size // 2 // self._num_tenants
+        if self._num_tenants > 1 and own + num_tokens > share:
+            raise ApiError(
+                400, f"this key's pins hold {own} tokens, and {num_tokens} more are beyond its "
+                f"share of {share}: unpin one, or raise --kv-memory", param="pin",
+            )  # fmt: skip
 
     def _encode(self, given: PrefixRequest) -> list[int]:
         if (given.prompt is None) == (given.messages is None):

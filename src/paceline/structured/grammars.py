@@ -160,16 +160,24 @@ def _source(structured: Structured) -> str:
         texts = "|".join(msgspec.json.encode(text).decode() for text in structured.choice)
         return LLMatcher.grammar_from_lark(_bounded(f"start: {texts}", "choice"))
     schema = '{"type":"object"}' if structured.json_object else _schema_text(structured.json_schema)
-    return LLMatcher.grammar_from_json_schema(
-        _bounded(schema, "json_schema"), overrides=_JSON_OPTIONS
-    )
+    return _schema_source(_bounded(schema, "json_schema"))
+
+
+def _schema_source(schema_text: str) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        source: str = LLMatcher.grammar_from_json_schema(schema_text, overrides=_JSON_OPTIONS)
+    except ValueError as error:  # it nests more deeply than llguidance reads
+        raise _not_kept(str(error)) from None
+    return source
 
 
 def _problem(schema_text: str) -> str:
     """Return what is wrong with a schema, "" if nothing is."""
     from llguidance import LLMatcher
 
-    source = LLMatcher.grammar_from_json_schema(schema_text, overrides=_JSON_OPTIONS)
+    source = _schema_source(schema_text)
     problem: str = LLMatcher.validate_grammar(source, None)
     return problem[:_MAX_PROBLEM_CHARS]
 

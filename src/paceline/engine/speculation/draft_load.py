@@ -19,7 +19,7 @@ from paceline.engine.speculation.load import Speculation
 from paceline.engine.speculation.shadows import Shadows
 from paceline.engine.speculation.translation import SameTokens, translation
 from paceline.engine.step import StepBuilder
-from paceline.errors import ParameterError
+from paceline.errors import ParameterError, UnsupportedModelError
 from paceline.models.base import build_plan
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -116,6 +116,11 @@ def open_weights(speculation: Speculation, config: EngineConfig) -> DraftWeights
     from paceline.catalog import resolve
 
     checkpoint = open_checkpoint(resolve(speculation.model))
+    if not checkpoint.config.is_causal:
+        raise UnsupportedModelError(
+            f"{speculation.model} embeds texts and writes none: name another model after "
+            "--speculate draft:model="
+        )
     return DraftWeights(
         speculation=speculation,
         checkpoint=checkpoint,
