@@ -130,6 +130,13 @@ def test_bad_bodies_are_refused_by_field(server, body, status, param):
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
+def test_a_page_may_not_send_a_body_without_a_type(server):
+    body = json.dumps({"model": server.name, "prompt": LONG, "pin": True})
+    refused = server.client.post(PATH, content=body, headers={"origin": "https://evil.example"})
+    assert (refused.status_code, pins(server)) == (415, [])
+    assert server.client.post(PATH, content=body).status_code == 200
+
+
 def test_half_of_the_cache_can_be_pinned_and_no_more(server):
     size = server.engine.stats().num_blocks * 16
     for i in range(size // 480):
