@@ -210,8 +210,16 @@ def test_the_next_turn_of_a_conversation_hits_on_the_answer(folder):
     engine.stop(5)
 
 
-def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
-    """A pool of ten blocks, so that nearly all goes to disk; every other engine is a new one."""
+@pytest.mark.parametrize("spec", [
+    "disk:path={},size=64M",
+    "host:size=8M",
+    f"host:size={20 * BLOCK_BYTES}+disk:path={{}},size=64M",
+])  # fmt: skip
+def test_a_round_trip_through_a_tier_gives_the_same_bits(folder, tmp_path, spec):
+    """A pool of ten blocks, so that nearly all goes to the tier; every other engine is a new one.
+
+    With both tiers most of it goes on from memory to disk, and comes back from either.
+    """
     path = model_path(folder, "q8_0")
     rng = random.Random(1)
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -221,19 +229,23 @@ def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
             arrives_at=rng.randrange(30))
         for _ in range(24)
     ]  # fmt: skip
-    num_restored = 0
+    num_restored, used = 0, set()
     for _ in range(4):
         engine = make_engine(
             path, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
-            kv_tier=f"disk:path={tmp_path},size=64M",
+            kv_tier=spec.format(tmp_path),
         )  # fmt: skip
-        engine._cache._tier._store.settle()
+        if "disk" in spec:
+            engine._cache._tier._levels[-1].store.settle()
         for _ in range(2):
             assert run(engine, jobs) == [alone(path, job) for job in jobs]
         num_restored += engine.stats().num_blocks_restored
+        levels = engine._cache._tier._levels
+        used |= {type(level.store) for level in levels if level.restore_s}
         engine.stop(5)
         rng.shuffle(jobs)
     assert num_restored > 50
+    assert len(used) == spec.count("size")  # every store gave blocks back
 
 
 def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
@@ -244,7 +256,7 @@ def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
             EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",
                          kv_memory_bytes=40 * BLOCK_BYTES),
         ).engine  # fmt: skip
-        engine._cache._tier._store.settle()
+        engine._cache._tier._levels[-1].store.settle()
         run(engine, [job])
         assert engine.stats().num_prefix_hit == 0
         engine.stop(5)
