@@ -190,9 +190,8 @@ def test_a_structure_without_its_grammar_is_refused():
 
 
 def test_the_wait_for_masks_is_the_grammars_part_of_the_ledger():
-    engine = make_engine(recorder=StepRecorder(), clock=None)
     ticks = iter(range(1, 10**6))
-    engine._clock = lambda: next(ticks) * 1_000_000
+    engine = make_engine(recorder=StepRecorder(), clock=lambda: next(ticks) * 1_000_000)
     answers = Answers()
     engine.submit(structured("a", Cycle("ab", "cd")), answers)
     engine.submit(make_request("plain"), plain := Answers())
