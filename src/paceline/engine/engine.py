@@ -93,11 +93,11 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if proposer is not None:
+            from paceline.engine.speculation.rows import DraftRows
             from paceline.engine.speculation.speculator import create_speculator
 
-            self._speculator = create_speculator(
-                proposer, pace, self._pool, config, backend.copy_slots, clock
-            )
+            rows = DraftRows(self._pool, config, backend.copy_slots)
+            self._speculator = create_speculator(proposer, pace, rows, clock)
         self._requests = LiveRequests(
             recorder=self._recorder,
             masks=self._masks,
