@@ -31,6 +31,8 @@ from paceline.policies.base import load_policy
 from paceline.types import Request
 
 if TYPE_CHECKING:
+    from paceline.engine.speculation.forced import Forcing
+    from paceline.engine.speculation.rows import DraftRows
     from paceline.engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
@@ -93,11 +95,10 @@ class Engine:
         )
         self._speculator: Speculator | None = None
         if proposer is not None:
-            from paceline.engine.speculation.rows import DraftRows
             from paceline.engine.speculation.speculator import create_speculator
 
-            rows = DraftRows(self._pool, config, backend.copy_slots)
-            self._speculator = create_speculator(proposer, pace, rows, clock)
+            self._speculator = create_speculator(proposer, pace, self._draft_rows(), clock)
+        self._forcing: Forcing | None = None  # from the first structure on
         self._requests = LiveRequests(
             recorder=self._recorder,
             masks=self._masks,
@@ -212,6 +213,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_generated_tokens=self._chooser.num_generated,
+            num_forced_tokens=0 if self._forcing is None else self._forcing.num_tokens,
             speculation=None if self._speculator is None else self._speculator.stats,
             **({} if self._cache is None else self._cache.figures()),
         )
@@ -293,11 +295,26 @@ class Engine:
             elif isinstance(item, Live):
                 self._requests.add(item)
                 self._scheduler.add(item.sequences[0])
+                if item.request.grammar is not None and self._forcing is None:
+                    self._forcing = self._new_forcing()
             elif self._cache is not None:
                 self._cache.pins.drop(item.name)
 
+    def _draft_rows(self) -> DraftRows:
+        from paceline.engine.speculation.rows import DraftRows
+
+        return DraftRows(self._pool, self._config, self._backend.copy_slots)
+
+    def _new_forcing(self) -> Forcing:
+        from paceline.engine.speculation.forced import Forcing
+
+        return Forcing(self._draft_rows(), self._clock)
+
     def _run(self, schedule: Schedule) -> None:
         clock, recorder, speculator = self._clock, self._recorder, self._speculator
+        forcing = self._forcing
+        if forcing is not None:
+            forcing.extend(schedule)
         if speculator is not None:
             speculator.extend(schedule)
         scheduled_ns = clock()
@@ -319,6 +336,8 @@ class Engine:
             forward_ns=forward_ns,
         )
         sampled_ns = self._chooser.choose(schedule, seqs, rows, output.logits)
+        if forcing is not None:
+            forcing.settle()
         if speculator is not None:
             speculator.settle(schedule, (clock() - schedule.start_ns - schedule.draft_ns) / 1e9)
         end_ns = clock()

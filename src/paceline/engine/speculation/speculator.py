@@ -79,7 +79,7 @@ class Speculator:
             with suppress(Exception):
                 self._proposer.close()
             self._proposer, self._candidates = None, []
-        schedule.draft_ns = self._clock() - begin_ns
+        schedule.draft_ns += self._clock() - begin_ns
 
     def _extend(self, schedule: Schedule, proposer: Proposer) -> None:
         num_left = self._rows.num_left(schedule)
