@@ -26,6 +26,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_prefix_hit: int = 0  # and found there
     num_blocks_stored: int = 0  # handed to the KV tier
     num_blocks_restored: int = 0  # and read from it
+    num_forced_tokens: int = 0  # chosen without a step of their own: a structure left no choice
     speculation: SpecStats | None = None  # None: off
 
 
