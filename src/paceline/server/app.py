@@ -147,4 +147,5 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(http: HttpRequest, error: Exception) -> Response:
         bug = ApiError(500, "the server failed on this request; its log says why")
-        return error_response(bug, path=http.url.path)
+        # The server closes the connection after it: who would reuse it must be told.
+        return error_response(bug, {"connection": "close"}, path=http.url.path)
