@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import ApiKey
+from paceline.cli.options import ApiKey, ServedModel
 
 
 def trace(
@@ -19,6 +19,7 @@ def trace(
         Path, typer.Option("-o", "--output", help="File to write; `-` is stdout.")
     ] = Path("trace.json"),
     last: Annotated[float, typer.Option("--last", min=0.001, help="Seconds to look back.")] = 60.0,
+    model: ServedModel = "",
     api_key: ApiKey = None,
 ) -> None:
     """Save what a server did last: every step, and every call that has ended.
@@ -40,7 +41,7 @@ def trace(
 
     if str(output) != "-":
         check_output("--output", output)
-    body = fetch_trace(base_address(url), last, read_headers(api_key, []))
+    body = fetch_trace(base_address(url), last, read_headers(api_key, []), model=model)
     if str(output) == "-":
         sys.stdout.buffer.write(body)
         return
