@@ -56,6 +56,12 @@ Weights = Annotated[
         "loaded: less to read and a little less exact.",
     ),
 ]
+ServedModel = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Which of a server's models. Default: its first.", show_default=False
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import ApiKey
+from paceline.cli.options import ApiKey, ServedModel
 from paceline.errors import ParameterError
 
 
@@ -19,6 +19,7 @@ def trace(
         Path, typer.Option("-o", "--output", help="File to write; `-` is stdout.")
     ] = Path("trace.json"),
     last: Annotated[float, typer.Option("--last", min=0.001, help="Seconds to look back.")] = 60.0,
+    model: ServedModel = "",
     api_key: ApiKey = None,
 ) -> None:
     """Save what a server did last: every step, and every call that has ended.
@@ -42,7 +43,7 @@ def trace(
     if str(output) != "-":
         check_output("--output", output)
     address = base_address(url)
-    body = fetch_trace(address, last, read_headers(api_key, []))
+    body = fetch_trace(address, last, read_headers(api_key, []), model=model)
     events = read_trace(body, address)["traceEvents"]
     if str(output) == "-":
         sys.stdout.buffer.write(body)
