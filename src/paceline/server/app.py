@@ -20,6 +20,7 @@ from paceline.server.door import Door, Keys, Life
 from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
 from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.messages.routes import MessageRoutes
+from paceline.server.openapi import describe
 from paceline.server.page.routes import add_page
 from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
@@ -100,6 +101,7 @@ def create_app(
                        on_close=reports.add)  # fmt: skip
     add_cors(app, cors_origins)
     add_error_handlers(app)
+    describe(app, has_keys=keys is not None)
     return app
 
 
