@@ -97,7 +97,7 @@ def create_app(
     if page:
         add_page(app)
     app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING | {EMBEDDINGS_PATH})
-    app.add_middleware(Timekeeping, paths=_GENERATING, on_open=reports.open,
+    app.add_middleware(Timekeeping, paths=_GENERATING | {EMBEDDINGS_PATH}, on_open=reports.open,
                        on_close=reports.add)  # fmt: skip
     add_cors(app, cors_origins)
     add_error_handlers(app)
