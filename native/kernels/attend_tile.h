@@ -1,11 +1,8 @@
 // Rows of queries times a tile of keys, and of probabilities times its values: the arithmetic of attend.
 #pragma once
-#include "rows.h"
+#include "attend_item.h"
 
 namespace paceline::PL_ISA {
-
-constexpr int kTile = 64;                 // logical keys between two rescalings
-constexpr int kVectors = 2 * kTile / 16;  // a tree's tail spans at most 63 committed keys and 64 rows
 
 PL_INLINE f32x16 load_kv(const float* p) { return load(p); }  // of scratch; the others are of the cache
 struct F32 {
@@ -28,13 +25,6 @@ struct Tile {
   int k_stride, v_stride;
   ptrdiff_t k_ahead[kVectors], v_ahead[kVectors];  // bytes from there to the tile that comes next, or 0
 };
-
-// Fetches what lies `ahead` of p, line by line as this tile is read: a burst would stall the arithmetic.
-template <class E>
-PL_INLINE void fetch(const E* p, ptrdiff_t ahead) {
-  __builtin_prefetch((const char*)p + ahead);
-}
-PL_INLINE void fetch(const float*, ptrdiff_t) {}  // scratch is near
 
 // Rows times two vectors of keys use all registers of AVX2: what is broadcast is loaded again rather than kept.
 #define PL_KEEP_NO_LOADS() asm volatile("" ::: "memory")

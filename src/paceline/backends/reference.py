@@ -20,15 +20,31 @@ Q8_GROUP = 32
 
 
 def round_to(dtype: str, x: F32) -> F32:
-    """x as it comes back from a KV cache of `dtype` ("f16", "bf16", "f32")."""
+    """x as it comes back from a KV cache of `dtype`; its last axis is the columns of one head."""
     if dtype == "f32":
         return x
+    if dtype == "int8":
+        return _round_to_int8(x)
     if dtype == "f16":
         with np.errstate(over="ignore"):
             return x.astype(np.float16).astype(np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.where(np.isnan(x), x, rounded.view(np.float32))
+
+
+def _round_to_int8(x: F32) -> F32:
+    """scale * code: codes in [-127, 127], one scale, max|x| / 127 as f16, for each token and head.
+
+    A head with a value that is not finite comes back as NaN, and so does one beyond f16's scales.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        amax = np.abs(x).max(axis=-1, keepdims=True)
+        scale = (amax / np.float32(127)).astype(np.float16).astype(np.float32)
+        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+        codes = np.clip(np.rint(x * inverse), -127, 127)
+        rounded: F32 = np.where(np.isfinite(scale), codes * scale, np.float32(np.nan))
+    return rounded
 
 
 def quantize_dequantize(x: F32) -> F32:
@@ -140,8 +156,8 @@ class _Run:
     def store(self, k: F32, v: F32, op: Op) -> None:
         kv, dtype = self.backend.layers[op.attrs["layer"]], self.backend.kv.dtype
         shape = (len(k), op.attrs["kv_heads"], op.attrs["head_dim"])
-        kv.k[self.step.slots] = round_to(dtype, k).reshape(shape)
-        kv.v[self.step.slots] = round_to(dtype, v).reshape(shape)
+        kv.k[self.step.slots] = round_to(dtype, k.reshape(shape))
+        kv.v[self.step.slots] = round_to(dtype, v.reshape(shape))
 
     def attend(self, q: F32, op: Op) -> F32:
         """softmax(scale · q kᵀ, softcapped and masked) v, for every row and query head."""

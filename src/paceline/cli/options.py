@@ -90,7 +90,11 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "kv_dtype": (
-        Annotated[str, _engine("--kv-dtype", "KV cache format: f16, bf16 or f32.")],
+        Annotated[
+            str,
+            _engine("--kv-dtype", "KV cache format: f16, bf16, f32, or int8: half of f16's bytes, "
+                    "nearly its quality."),
+        ],
         _DEFAULTS.kv_dtype,
     ),
     "activations": (
