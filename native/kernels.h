@@ -40,16 +40,18 @@ struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-p
 struct Seq {
   int32_t first_row, num_rows, ctx_len;
 };
-// What K and V are kept as. int8 has a scale, f16, for each token and head: x = scale * code, codes in [-127, 127].
-enum class KVFormat : int { f32, f16, bf16, int8, count };
-static constexpr size_t kv_item_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : f == KVFormat::int8 ? 1 : 2; }
-static constexpr size_t kv_scale_bytes(KVFormat f) { return f == KVFormat::int8 ? 2 : 0; }
+// What K and V are kept as. int8 and fp8 have a scale, f16, for each token and head: x = scale * code, and codes are
+// integers in [-127, 127], or numbers of 8 bits (E4M3) up to 448.
+enum class KVFormat : int { f32, f16, bf16, int8, fp8, count };
+static constexpr bool kv_is_scaled(KVFormat f) { return f == KVFormat::int8 || f == KVFormat::fp8; }
+static constexpr size_t kv_item_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : kv_is_scaled(f) ? 1 : 2; }
+static constexpr size_t kv_scale_bytes(KVFormat f) { return kv_is_scaled(f) ? 2 : 0; }
 // Of the K, or of the V, of one head and layer in a block.
 static constexpr size_t kv_head_bytes(KVFormat f, int block_size, int head_dim) {
   return size_t(block_size) * (size_t(head_dim) * kv_item_bytes(f) + kv_scale_bytes(f));
 }
 // [block][layer][K, V][kv_head], and in a head K: [head_dim][block_size], V: [block_size][head_dim]; in int8 K:
-// [head_dim / 2][block_size][2], V: [block_size / 2][head_dim][2], each followed by scale[block_size]. All layers of a
+// [head_dim / 2][block_size][2], V: [block_size / 2][head_dim][2]; then scale[block_size], if any. All layers of a
 // block lie together, so a short context touches few pages, and a block is copied or written to disk in one piece.
 struct KVLayout {
   uint8_t* k = nullptr;  // of the first block and layer

@@ -59,12 +59,10 @@ void copy_values(const KVLayout& kv, const uint8_t* from_k, const uint8_t* from_
 }
 void copy_codes(const KVLayout& kv, const uint8_t* from_k, const uint8_t* from_v, int from_key, uint8_t* to_k,
                 uint8_t* to_v, int to_key) {
-  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim), scales = size * dim;
+  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim);
   const size_t src = size_t(from_key), dst = size_t(to_key);
   for (size_t d = 0; d < dim; d += 2) std::memcpy(to_k + d * size + 2 * dst, from_k + d * size + 2 * src, 2);
   for (size_t d = 0; d < dim; d++) to_v[(dst / 2 * dim + d) * 2 + dst % 2] = from_v[(src / 2 * dim + d) * 2 + src % 2];
-  std::memcpy(to_k + scales + 2 * dst, from_k + scales + 2 * src, 2);
-  std::memcpy(to_v + scales + 2 * dst, from_v + scales + 2 * src, 2);
 }
 
 }  // namespace
@@ -252,6 +250,7 @@ void Program::check_slot(int64_t slot) const {
 void Program::copy_slot(int src, int dst) {
   const KVLayout& kv = step_.kv;
   const int from_key = src % kv.block_size, to_key = dst % kv.block_size;
+  const size_t scale = kv_scale_bytes(kv.dtype);
   const uint8_t* from = block(src / kv.block_size);
   uint8_t* to = block(dst / kv.block_size);
   for (size_t part = 0; part < kv.block_bytes; part += kv.layer_bytes) {
@@ -259,6 +258,10 @@ void Program::copy_slot(int src, int dst) {
       const size_t v = k + kv.layer_bytes / 2;
       const auto copy = kv.dtype == KVFormat::int8 ? copy_codes : copy_values;
       copy(kv, from + k, from + v, from_key, to + k, to + v, to_key);
+      if (!scale) continue;
+      const size_t scales = kv.head_bytes - size_t(kv.block_size) * scale;
+      for (size_t begin : {k + scales, v + scales})
+        std::memcpy(to + begin + size_t(to_key) * scale, from + begin + size_t(from_key) * scale, scale);
     }
   }
 }

@@ -20,7 +20,12 @@ void point_tile(const Item& it, int first, int keys, Tile<E>& tile) {
     const HeadPlace at = place_of(it, first + 16 * i);
     tile.k[i] = reinterpret_cast<const E*>(at.k) + at.offset;
     tile.v[i] = reinterpret_cast<const E*>(at.v) + size_t(at.offset) * size_t(it.dim);
+    if (sizeof(E) > 1) continue;
+    const size_t scales = size_t(it.step.kv.block_size) * size_t(it.dim);
+    tile.k_scale[i] = reinterpret_cast<const uint16_t*>(at.k + scales) + at.offset;
+    tile.v_scale[i] = reinterpret_cast<const uint16_t*>(at.v + scales) + at.offset;
   }
+  tile.is_scaled = sizeof(E) == 1;
   tile.k_stride = it.step.kv.block_size;
   tile.v_stride = it.dim;
 }
@@ -30,6 +35,7 @@ template <class E>
 void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to) {
   to.k_stride = kTile;
   to.v_stride = it.dim_padded;
+  to.is_scaled = from.is_scaled;
   for (int i = 0; i * 16 < keys; i++) {
     float *k = it.s.k + 16 * i, *v = it.s.v + size_t(16 * i) * size_t(it.dim_padded);
     for (int d = 0; d < it.dim; d++) {
@@ -46,7 +52,22 @@ void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to)
     }
     to.k[i] = k;
     to.v[i] = v;
+    if (!from.is_scaled) continue;
+    to.k_scale[i] = from.k_scale[i];
+    to.v_scale[i] = from.v_scale[i];
   }
+}
+
+// Scales of keys: into a row's scores, and into its probabilities of the keys [begin, end), which it sees.
+template <class E>
+void scale_scores(const Tile<E>& tile, int vectors, float* scores) {
+  for (int i = 0; tile.is_scaled && i < vectors; i++)
+    store(scores + 16 * i, mul(load(scores + 16 * i), load_scale(tile.k_scale[i])));
+}
+template <class E>
+void scale_weights(const Tile<E>& tile, int begin, int end, float* p) {
+  for (int i = begin / 16; tile.is_scaled && i * 16 < end; i++)
+    store(p + 16 * i, mul(load(p + 16 * i), load_scale(tile.v_scale[i])));
 }
 
 // One row's share of a tile that its neighbours do not see.
@@ -72,8 +93,12 @@ void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
   const float* q = it.s.q + size_t(row) * size_t(it.dim_padded);
   float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
   dot_rows<R>(q, it.dim_padded, tile, (any_end + 15) / 16, it.dim, p, kTile);
-  for (int r = 0; r < R; r++)
-    if (end[r] > begin[r]) softmax_tile(it, row + r, begin[r], end[r]);
+  for (int r = 0; r < R; r++) {
+    if (end[r] <= begin[r]) continue;
+    scale_scores(tile, (any_end + 15) / 16, p + r * kTile);
+    softmax_tile(it, row + r, begin[r], end[r]);
+    scale_weights(tile, begin[r], end[r], p + r * kTile);
+  }
   if (all_begin >= all_end) all_begin = all_end = kTile;
   for (int r = 0; r < R; r++) mix_row(it, tile, row + r, begin[r], min_int(end[r], all_begin));
   mix_rows<R>(p, tile, all_begin, all_end, it.dim, out, it.dim_padded);
@@ -112,6 +137,9 @@ void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, in
   float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
   float *p = it.s.p + row * kTile, *raw = it.s.raw;
   dot_rows<1>(q, it.dim_padded, tile, (keys + 15) / 16, it.dim, raw, 2 * kTile);
+  scale_scores(tile, (keys + 15) / 16, raw);
+  float scale[2 * kTile];
+  for (int i = 0; tile.is_scaled && i * 16 < keys; i++) store(scale + 16 * i, load_scale(tile.v_scale[i]));
   int physical[2 * kTile];
   const int count = tree_keys(it, row, first, physical);
   for (int tile_begin = 0; tile_begin < count; tile_begin += kTile) {
@@ -123,7 +151,7 @@ void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, in
     for (int i = begin; i < end; i++) {
       int key = physical[tile_begin + i];
       const E* v = tile.v[key / 16] + size_t(key % 16) * size_t(tile.v_stride);
-      f32x16 weight = set1(p[i]);
+      f32x16 weight = set1(tile.is_scaled ? p[i] * scale[key] : p[i]);
       for (int d = 0; d < it.dim; d += 16) store(out + d, fma(weight, load_kv(v + d), load(out + d)));
     }
   }
@@ -267,6 +295,7 @@ void attend(const Op& op, const Step& step, Work& work) {
     Item it{op, step, at, s, (at.row_end - at.row_begin) * group, dim, (dim + 15) / 16 * 16, group};
     switch (step.kv.dtype) {
       case KVFormat::int8: attend_item<CodeTile>(it); break;
+      case KVFormat::fp8: attend_item<Tile<FP8>>(it); break;
       case KVFormat::f16: attend_item<Tile<F16>>(it); break;
       case KVFormat::bf16: attend_item<Tile<BF16>>(it); break;
       default: attend_item<Tile<F32>>(it);

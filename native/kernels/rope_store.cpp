@@ -1,4 +1,5 @@
 // Norm and rotate q and k, and put k and v into the KV cache.
+#include "e4m3.h"
 #include "rms_norm.h"
 
 namespace paceline::PL_ISA {
@@ -42,8 +43,14 @@ struct Rope {
   }
 };
 
-// codes[n] and their scale, as f16: x = scale * code. NaN where x is not finite, and an infinity past f16's range.
-PL_INLINE uint16_t quantize_head(const float* x, int n, int8_t* codes) {
+// A head's values over their scale become codes. The scale is max|x| / top as f16: NaN where x is not finite, and an
+// infinity past f16's range.
+struct HeadScale {
+  uint16_t bits;
+  bool is_zero;  // codes are 0: so is x, or the scale says that it cannot be told
+  f32x16 inverse;
+};
+PL_INLINE HeadScale scale_head(const float* x, int n, float top) {
   f32x16 largest = set1(0.0f), poison = set1(0.0f);
   for (int i = 0; i < n; i += 16) {
     const f32x16 v = load_n(x + i, n - i);
@@ -51,14 +58,26 @@ PL_INLINE uint16_t quantize_head(const float* x, int n, int8_t* codes) {
     poison = fma(v, set1(0.0f), poison);
   }
   const bool is_finite = reduce_add(poison) == 0.0f;
-  uint16_t scale[16];
-  store_f16(scale, set1(is_finite ? max_lane(largest) / 127.0f : __builtin_nanf("")));
-  float rounded[16];  // codes are of the scale as it is stored
-  store(rounded, load_f16(scale));
-  const bool is_zero = !(rounded[0] > 0.0f && rounded[0] < 65536.0f);
-  const f32x16 inverse = set1(is_zero ? 0.0f : 1.0f / rounded[0]);
-  for (int i = 0; i < n; i += 16) store_i8(codes + i, is_zero ? set1(0.0f) : mul(load_n(x + i, n - i), inverse));
-  return scale[0];
+  uint16_t bits[16];
+  store_f16(bits, set1(is_finite ? max_lane(largest) / top : __builtin_nanf("")));
+  float scale[16];  // codes are of the scale as it is stored
+  store(scale, load_f16(bits));
+  const bool is_zero = !(scale[0] > 0.0f && scale[0] < 65536.0f);
+  return {bits[0], is_zero, set1(is_zero ? 0.0f : 1.0f / scale[0])};
+}
+
+// codes[n]; returns the bits of their scale.
+PL_INLINE uint16_t quantize_head(const float* x, int n, KVFormat dtype, uint8_t* codes) {
+  const float top = dtype == KVFormat::int8 ? 127.0f : 448.0f;
+  const HeadScale scale = scale_head(x, n, top);
+  for (int i = 0; i < n; i += 16) {
+    const f32x16 v = scale.is_zero ? set1(0.0f) : mul(load_n(x + i, n - i), scale.inverse);
+    if (dtype == KVFormat::int8)
+      store_i8(reinterpret_cast<int8_t*>(codes + i), v);
+    else
+      store_e4m3(codes + i, max(min(v, set1(top)), set1(-top)));
+  }
+  return scale.bits;
 }
 
 // Where one head's K and V of a slot go: the layout is KVLayout's.
@@ -67,16 +86,21 @@ struct Slot {
   size_t offset, dim, size;
 };
 
-PL_INLINE void store_codes(const Slot& at, const float* k, const float* v) {
-  alignas(64) int8_t k_codes[kMaxHeadDim], v_codes[kMaxHeadDim];
-  const uint16_t k_scale = quantize_head(k, int(at.dim), k_codes);
-  uint16_t v_scale = quantize_head(v, int(at.dim), v_codes);
+PL_INLINE void store_codes(const Slot& at, const float* k, const float* v, KVFormat dtype) {
+  alignas(64) uint8_t k_codes[kMaxHeadDim], v_codes[kMaxHeadDim];
+  const uint16_t k_scale = quantize_head(k, int(at.dim), dtype, k_codes);
+  uint16_t v_scale = quantize_head(v, int(at.dim), dtype, v_codes);
   // A score of NaN becomes a probability of 0, so it takes V to tell who sees this key.
   if (k_scale >= kInfinityF16) v_scale = kNanF16;
   const size_t scales = at.size * at.dim + 2 * at.offset;
-  uint8_t* pairs = at.v + at.offset / 2 * at.dim * 2 + at.offset % 2;
-  for (size_t d = 0; d < at.dim; d += 2) std::memcpy(at.k + d * at.size + 2 * at.offset, k_codes + d, 2);
-  for (size_t d = 0; d < at.dim; d++) pairs[2 * d] = uint8_t(v_codes[d]);
+  if (dtype == KVFormat::int8) {
+    uint8_t* pairs = at.v + at.offset / 2 * at.dim * 2 + at.offset % 2;
+    for (size_t d = 0; d < at.dim; d += 2) std::memcpy(at.k + d * at.size + 2 * at.offset, k_codes + d, 2);
+    for (size_t d = 0; d < at.dim; d++) pairs[2 * d] = v_codes[d];
+  } else {
+    for (size_t d = 0; d < at.dim; d++) at.k[d * at.size + at.offset] = k_codes[d];
+    std::memcpy(at.v + at.offset * at.dim, v_codes, at.dim);
+  }
   std::memcpy(at.k + scales, &k_scale, 2);
   std::memcpy(at.v + scales, &v_scale, 2);
 }
@@ -101,7 +125,8 @@ PL_INLINE void store_kv(const Op& op, const KVLayout& kv, int slot, int head, co
       size_t(slot / kv.block_size) * kv.block_bytes + size_t(op.layer) * kv.layer_bytes + size_t(head) * kv.head_bytes;
   const Slot at{kv.k + begin, kv.v + begin, size_t(slot % kv.block_size), size_t(kv.head_dim), size_t(kv.block_size)};
   switch (kv.dtype) {
-    case KVFormat::int8: return store_codes(at, k, v);
+    case KVFormat::int8:
+    case KVFormat::fp8: return store_codes(at, k, v, kv.dtype);
     case KVFormat::f32: return store_f32(at, k, v);
     default: store_narrow(at, k, v, kv.dtype);
   }

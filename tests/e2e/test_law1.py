@@ -50,7 +50,7 @@ def model_path(folder: Path, fmt: str) -> Path:
 
 def make_engine(path: Path, kv_dtype: str = "f32", **options) -> Engine:
     options = {"kv_memory_bytes": 400 * BLOCK_BYTES, **options}
-    if kv_dtype == "int8":  # as many blocks: 16 codes and a scale in the place of 16 floats
+    if kv_dtype in ("int8", "fp8"):  # as many blocks: a head is 16 codes and a scale, not 16 floats
         options["kv_memory_bytes"] = options["kv_memory_bytes"] * 18 // 64
     return load_model(str(path), EngineConfig(kv_dtype=kv_dtype, **options)).engine
 
@@ -241,7 +241,7 @@ def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
 
 def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
     job = Job(tuple(range(70)), GREEDY)
-    for kv_dtype in ("f32", "f16", "int8"):
+    for kv_dtype in ("f32", "f16", "int8", "fp8"):
         engine = load_model(
             str(model_path(folder, "q8_0")),
             EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",

@@ -202,7 +202,7 @@ void check_attention(int dim, KVFormat dtype, int ctx, bool is_tree, int window,
 int main() {
   for (int cols : {1, 31, 64, 100, 1030, 2100}) check_row_ops(cols);
   for (int dim : {8, 40, 64, 128}) {
-    for (KVFormat dtype : {KVFormat::f32, KVFormat::f16, KVFormat::bf16, KVFormat::int8}) {
+    for (KVFormat dtype : {KVFormat::f32, KVFormat::f16, KVFormat::bf16, KVFormat::int8, KVFormat::fp8}) {
       check_attention(dim, dtype, 30, false, 0, 0);
       check_attention(dim, dtype, 30, true, 25, 3);
       check_attention(dim, dtype, 470, false, 300, 0);  // over the end of a segment

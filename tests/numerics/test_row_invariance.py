@@ -14,9 +14,8 @@ SHAPES = {
 LENGTHS = (150, 67, 5, 1)
 
 
-MODELS = [
-    (n, f, kv) for n in SHAPES for f, kv in (("f32", "f16"), ("q8_0", "f16"), ("f32", "int8"))
-]
+FORMATS = (("f32", "f16"), ("q8_0", "f16"), ("f32", "int8"), ("f32", "fp8"))
+MODELS = [(name, *formats) for name in SHAPES for formats in FORMATS]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
@@ -114,8 +113,8 @@ LONG = 1300  # three segments of attention
 
 @pytest.fixture(
     scope="module",
-    params=[((0, 0), "f16"), ((600, 0), "f16"), ((600, 0), "int8")],
-    ids=["full", "window", "window, int8"],
+    params=[((0, 0), "f16"), ((600, 0), "f16"), ((600, 0), "int8"), ((600, 0), "fp8")],
+    ids=["full", "window", "window, int8", "window, fp8"],
 )
 def long_model(request):
     windows, kv_dtype = request.param

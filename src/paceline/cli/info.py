@@ -21,7 +21,7 @@ def info(
         typer.Option("--context", min=1, help="Tokens of each. Default: the model's context."),
     ] = None,
     kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="KV cache format: f16, bf16, f32 or int8.")
+        str, typer.Option("--kv-dtype", help="KV cache format: f16, bf16, f32, int8 or fp8.")
     ] = "f16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -15,8 +15,8 @@ from paceline.models.base import ModelConfig
 logger = logging.getLogger(__name__)
 
 KV_SHARE = 0.5  # of the memory that is left beside the weights, where --kv-memory says nothing
-_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "int8": 1}
-_SCALE_BYTES = {"int8": 2}  # of a token's K, or V, in one head
+_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "int8": 1, "fp8": 1}
+_SCALE_BYTES = {"int8": 2, "fp8": 2}  # of a token's K, or V, in one head
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge number
 
 

@@ -1,4 +1,4 @@
-"""Law 1 within the int8 KV cache: schedules, drafts and the disk change no token and no bit."""
+"""Law 1 within a quantised KV cache: schedules, drafts and the disk change no token, no bit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.e2e.test_law1 import (
 from tests.e2e.test_law1_speculation import SHAPES, drafting_engine
 from tests.unit.proposers import Oracle
 
-INT8 = {"kv_dtype": "int8"}
+DTYPES = ["int8", "fp8"]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    return model_path(tmp_path_factory.mktemp("law1_int8"), "q8_0")
+    return model_path(tmp_path_factory.mktemp("law1_codes"), "q8_0")
 
 
 def assert_same(results: list[list[Answer]], expected: list[list[Answer]]) -> None:
@@ -43,17 +43,19 @@ def assert_same(results: list[list[Answer]], expected: list[list[Answer]]) -> No
                 assert (ids, bits, end) == whole
 
 
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(options=engine_options, schedule=st.lists(jobs, min_size=1, max_size=7))
-def test_any_schedule_gives_each_request_the_bits_it_gets_alone(path, options, schedule):
-    engine = make_engine(path, **INT8, **options)
+def test_any_schedule_gives_each_request_the_bits_it_gets_alone(path, kv_dtype, options, schedule):
+    engine = make_engine(path, kv_dtype, **options)
     results = run(engine, schedule)
     engine.stop(5)
-    assert_same(results, [alone(path, job, "int8") for job in schedule])
+    assert_same(results, [alone(path, job, kv_dtype) for job in schedule])
 
 
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -63,21 +65,24 @@ def test_any_schedule_gives_each_request_the_bits_it_gets_alone(path, options, s
     shape=st.sampled_from(sorted(SHAPES)),
     seed=st.integers(0, 9),
 )
-def test_any_schedule_with_drafts_gives_the_bits_without(path, options, schedule, shape, seed):
-    expected = [alone(path, job, "int8") for job in schedule]
+def test_any_schedule_with_drafts_gives_the_bits_without(
+    path, kv_dtype, options, schedule, shape, seed
+):
+    expected = [alone(path, job, kv_dtype) for job in schedule]
 
     def text(seq: Sequence) -> tuple[int, ...]:
         tokens = expected[int(seq.request.id)][seq.index][0]
         return (*seq.request.prompt_token_ids, *tokens)
 
     proposer = Oracle(text, SHAPES[shape], seed)
-    engine = drafting_engine(path, proposer, 9, **INT8, **options)
+    engine = drafting_engine(path, proposer, 9, kv_dtype=kv_dtype, **options)
     results = run(engine, schedule)
     engine.stop(5)
     assert_same(results, expected)
 
 
-def test_a_round_trip_through_the_disk_gives_the_same_bits(path, tmp_path):
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_a_round_trip_through_the_disk_gives_the_same_bits(path, tmp_path, kv_dtype):
     """A pool of ten blocks, so that nearly all goes to disk; every other engine is a new one."""
     rng = random.Random(1)
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -90,11 +95,11 @@ def test_a_round_trip_through_the_disk_gives_the_same_bits(path, tmp_path):
     num_restored = num_preempted = 0
     for _ in range(4):
         engine = make_engine(
-            path, **INT8, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
+            path, kv_dtype, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
             kv_tier=f"disk:path={tmp_path},size=64M",
         )  # fmt: skip
         engine._cache._tier._store.settle()
-        assert run(engine, schedule) == [alone(path, job, "int8") for job in schedule]
+        assert run(engine, schedule) == [alone(path, job, kv_dtype) for job in schedule]
         num_restored += engine.stats().num_blocks_restored
         num_preempted += engine.stats().num_preemptions
         engine.stop(5)
