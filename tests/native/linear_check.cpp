@@ -33,13 +33,32 @@ struct Source {
   int scales[2];
 };  // scales: f16 fields of a block
 constexpr Source kSources[] = {
-    {"f32", Format::f32, 1, 4, {-1, -1}},        {"f16", Format::f16, 1, 2, {-1, -1}},
-    {"bf16", Format::bf16, 1, 2, {-1, -1}},      {"q4_0", Format::q4_0, 32, 18, {0, -1}},
-    {"q4_1", Format::q4_1, 32, 20, {0, 2}},      {"q5_0", Format::q5_0, 32, 22, {0, -1}},
-    {"q5_1", Format::q5_1, 32, 24, {0, 2}},      {"q8_0", Format::q8_0, 32, 34, {0, -1}},
-    {"q2_k", Format::q2_k, 256, 84, {80, 82}},   {"q3_k", Format::q3_k, 256, 110, {108, -1}},
-    {"q4_k", Format::q4_k, 256, 144, {0, 2}},    {"q5_k", Format::q5_k, 256, 176, {0, 2}},
-    {"q6_k", Format::q6_k, 256, 210, {208, -1}}, {"iq4_nl", Format::iq4_nl, 32, 18, {0, -1}},
+    {"f32", Format::f32, 1, 4, {-1, -1}},
+    {"f16", Format::f16, 1, 2, {-1, -1}},
+    {"bf16", Format::bf16, 1, 2, {-1, -1}},
+    {"q4_0", Format::q4_0, 32, 18, {0, -1}},
+    {"q4_1", Format::q4_1, 32, 20, {0, 2}},
+    {"q5_0", Format::q5_0, 32, 22, {0, -1}},
+    {"q5_1", Format::q5_1, 32, 24, {0, 2}},
+    {"q8_0", Format::q8_0, 32, 34, {0, -1}},
+    {"q2_k", Format::q2_k, 256, 84, {80, 82}},
+    {"q3_k", Format::q3_k, 256, 110, {108, -1}},
+    {"q4_k", Format::q4_k, 256, 144, {0, 2}},
+    {"q5_k", Format::q5_k, 256, 176, {0, 2}},
+    {"q6_k", Format::q6_k, 256, 210, {208, -1}},
+    {"iq4_nl", Format::iq4_nl, 32, 18, {0, -1}},
+    {"i4_g64", Format::i4_g64, 64, 34, {0, -1}},
+    {"i4_g128", Format::i4_g128, 128, 66, {0, -1}},
+    {"i4m_g64", Format::i4m_g64, 64, 36, {0, 2}},
+    {"i4m_g128", Format::i4m_g128, 128, 68, {0, 2}},
+    {"i8_g64", Format::i8_g64, 64, 66, {0, -1}},
+    {"i8_g128", Format::i8_g128, 128, 130, {0, -1}},
+    {"i8m_g32", Format::i8m_g32, 32, 36, {0, 2}},
+    {"i8m_g64", Format::i8m_g64, 64, 68, {0, 2}},
+    {"i8m_g128", Format::i8m_g128, 128, 132, {0, 2}},
+    {"f8_g32", Format::f8_g32, 32, 34, {0, -1}},
+    {"f8_g64", Format::f8_g64, 64, 66, {0, -1}},
+    {"f8_g128", Format::f8_g128, 128, 130, {0, -1}},
 };
 
 uint32_t next_random() {
@@ -164,7 +183,7 @@ int check(const Source& s, int rows, int k, int num_x) {
   const float tolerance = rounds ? 0.01f * std::sqrt(float(k)) * 4 : 0.0f;
   int bad = 0;
   for (bool is_q8 : {false, true}) {
-    if (is_q8 && s.format <= Format::bf16) continue;
+    if (is_q8 && is_float(s.format)) continue;
     if (same_values(linear_of(kScalar, w, x, num_x, bias, residual, is_q8),
                     linear_of(kChecked, w, x, num_x, bias, residual, is_q8), tolerance))
       continue;
