@@ -1,5 +1,6 @@
-// Checks the quantize, linear and embed kernels of one ISA (PL_CHECK_ISA) against the scalar ones: equal bits, but for
-// bf16 weights on avx512bf16. Needs no Python, so that it also runs under an emulator. Exit code 1 on a difference.
+// Checks the quantize, encode, linear and embed kernels of one ISA (PL_CHECK_ISA) against the scalar ones: equal bits,
+// but for bf16 weights on avx512bf16. Needs no Python, so that it also runs under an emulator. Exit code 1 on a
+// difference.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -9,12 +10,13 @@
 #include "kernels.h"
 
 namespace paceline {
-#define PL_DECLARE(isa)                                          \
-  namespace isa {                                                \
-  void linear(const Op&, const Step&, Work&);                    \
-  void embed(const Op&, const Step&, Work&);                     \
-  size_t linear_scratch(const Op&, int max_rows);                \
-  void quantize_one_row(const float* x, int k, uint8_t* q8_row); \
+#define PL_DECLARE(isa)                                                                                          \
+  namespace isa {                                                                                                \
+  void linear(const Op&, const Step&, Work&);                                                                    \
+  void embed(const Op&, const Step&, Work&);                                                                     \
+  size_t linear_scratch(const Op&, int max_rows);                                                                \
+  void quantize_one_row(const float* x, int k, uint8_t* q8_row);                                                 \
+  bool encode_rows(Format, const float* w, const float* importance, int rows, int k, bool by_row, uint8_t* out); \
   }
 PL_DECLARE(scalar)
 PL_DECLARE(PL_CHECK_ISA)
@@ -97,10 +99,12 @@ struct Isa {
   Kernel linear, embed;
   size_t (*scratch)(const Op&, int);
   void (*quantize)(const float*, int, uint8_t*);
+  bool (*encode)(Format, const float*, const float*, int, int, bool, uint8_t*);
 };
-constexpr Isa kScalar{scalar::linear, scalar::embed, scalar::linear_scratch, scalar::quantize_one_row};
+constexpr Isa kScalar{scalar::linear, scalar::embed, scalar::linear_scratch, scalar::quantize_one_row,
+                      scalar::encode_rows};
 constexpr Isa kChecked{PL_CHECK_ISA::linear, PL_CHECK_ISA::embed, PL_CHECK_ISA::linear_scratch,
-                       PL_CHECK_ISA::quantize_one_row};
+                       PL_CHECK_ISA::quantize_one_row, PL_CHECK_ISA::encode_rows};
 
 void run(Kernel kernel, const Op& op, Step& step, size_t scratch_bytes) {
   Buffer scratch(scratch_bytes);
@@ -215,12 +219,33 @@ int check_quantize() {
   return bad;
 }
 
+int check_encode(const Source& s) {
+  constexpr int rows = 3, k = 768;
+  std::vector<float> w(size_t(rows) * k), importance(size_t(k));
+  for (float& f : w) f = random_float() * 0.02f;
+  for (float& f : importance) f = 1.0f + std::fabs(random_float());
+  for (int i = 0; i < 256; i++) w[size_t(i)] = i % 32 < 16 ? 0.0f : w[size_t(i)] * 1e-5f;
+  const size_t bytes = size_t(rows) * size_t(k / s.weights) * size_t(s.bytes);
+  int bad = 0;
+  for (bool by_row : {false, true}) {
+    Buffer a(bytes), b(bytes);
+    const bool is_known = kScalar.encode(s.format, w.data(), importance.data(), rows, k, by_row, a.data);
+    if (kChecked.encode(s.format, w.data(), importance.data(), rows, k, by_row, b.data) == is_known &&
+        std::memcmp(a.data, b.data, bytes) == 0)
+      continue;
+    std::printf("encode differs: %s by row %d\n", s.name, by_row);
+    bad++;
+  }
+  return bad;
+}
+
 }  // namespace
 
 int main() {
   int bad = check_quantize(), checks = 0;
   for (const Source& s : kSources) {
-    const int small = s.weights == 1 ? 37 : s.weights == 32 ? 32 : 256, large = s.weights == 256 ? 768 : 576;
+    const int small = s.weights == 1 ? 37 : s.weights == 32 ? 32 : 256, large = s.weights >= 128 ? 768 : 576;
+    bad += check_encode(s);
     for (int rows : {1, 15, 16, 17, 33}) {
       for (int t : {1, 2, 5, 9}) bad += check(s, rows, small, t), checks++;
     }
