@@ -221,7 +221,7 @@ int check_quantize() {
 
 int check_encode(const Source& s) {
   constexpr int rows = 3, k = 768;
-  std::vector<float> w(size_t(rows) * k), importance(size_t(k));
+  std::vector<float> w(static_cast<size_t>(rows * k)), importance(static_cast<size_t>(k));
   for (float& f : w) f = random_float() * 0.02f;
   for (float& f : importance) f = 1.0f + std::fabs(random_float());
   for (int i = 0; i < 256; i++) w[size_t(i)] = i % 32 < 16 ? 0.0f : w[size_t(i)] * 1e-5f;
