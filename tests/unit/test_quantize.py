@@ -101,6 +101,20 @@ def test_a_folder_gets_the_format_that_was_asked_for_and_keeps_its_floats(
     assert result.num_bytes < result.source_bytes * (0.65 if "4" in fmt else 0.75)
 
 
+def test_the_steps_of_a_sentence_encoder_come_along_and_other_weights_do_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    write(folder, tmp_path / "out", "int8")
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "1_Pooling", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+
+
 def test_config_json_tells_how_a_folder_was_made(folder: Path, tmp_path: Path) -> None:
     write(folder, tmp_path / "out", "int4", "128", False)
     table = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

@@ -133,13 +133,22 @@ def _write_rest(source: Source, folder: Path, recipe: Recipe) -> None:
         head, _ = gguf_head(metadata_of(source.gguf.raw, None), [])
         (folder / METADATA).write_bytes(head)
     if source.path.is_dir():
-        for path in sorted(source.path.iterdir()):
-            is_carried = path.suffix in _CARRIED or path.name.startswith("LICENSE")
-            if is_carried and path.name != INDEX and path.is_file():
-                shutil.copyfile(path, folder / path.name)
+        for path in _carried(source.path):
+            to = folder / path.relative_to(source.path)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)
         config = json.loads((source.path / "config.json").read_bytes())
     config["quantization_config"] = {
         "quant_method": QUANT_METHOD, "version": QUANT_VERSION, **recipe.summary(),
     }  # fmt: skip
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _carried(folder: Path) -> Iterator[Path]:
+    """Files of a folder that belong to the model and are no weights."""
+    for path in sorted(folder.iterdir()):
+        is_wanted = path.suffix in _CARRIED or path.name.startswith("LICENSE")
+        if is_wanted and path.name != INDEX and path.is_file():
+            yield path
+    yield from sorted(folder.glob("[0-9]_*/config.json"))  # the steps of a sentence encoder

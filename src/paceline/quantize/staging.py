@@ -74,7 +74,10 @@ class Staging:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # a journal that cannot be read is worth nothing
         for path in self.folder.iterdir():
-            path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         return 0
 
     def note(self, num_tensors: int) -> None:
