@@ -69,7 +69,7 @@ def quantize(
 ) -> None:
     """Write a model in fewer bytes a weight: decode reads them all for every token.
 
-    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, tensor by tensor in some 50 MB.
+    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB.
     Norms and biases stay as they are. **Killed half way? Run the same command again**: it goes on
     where it stopped. Weights that have few bits already lose more by a second rounding: begin with
     a float model where you can.

@@ -47,8 +47,8 @@ def quantize(
     """Write `source` to `out` as `recipe` says. `progress(done, total)` counts bytes written.
 
     `out` appears only when it is whole. A run that was killed is continued by the next one with
-    the same arguments, and the result has the bits of one that was not. Needs some 50 MB beside
-    the mapped source, or the largest matrix in floats where the method wants it whole.
+    the same arguments, and the result has the bits of one that was not. Holds a few chunks of
+    rows in floats, or the largest matrix where the method wants it whole.
     """
     if out.exists() and out.resolve() == source.path.resolve():
         raise ParameterError(f"{out} is the source itself: choose another -o", param="out")
