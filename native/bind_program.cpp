@@ -31,8 +31,10 @@ int64_t monotonic_ns() { return std::chrono::nanoseconds(std::chrono::steady_clo
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 Format parse_format(const std::string& name) {
-  constexpr const char* names[] = {"f32",  "f16",  "bf16", "q4_0", "q4_1", "q5_0", "q5_1",
-                                   "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl"};
+  constexpr const char* names[] = {"f32",     "f16",      "bf16",    "q4_0",     "q4_1",   "q5_0",    "q5_1",
+                                   "q8_0",    "q2_k",     "q3_k",    "q4_k",     "q5_k",   "q6_k",    "iq4_nl",
+                                   "i4_g64",  "i4_g128",  "i4m_g64", "i4m_g128", "i8_g64", "i8_g128", "i8m_g32",
+                                   "i8m_g64", "i8m_g128", "f8_g32",  "f8_g64",   "f8_g128"};
   static_assert(std::size(names) == size_t(Format::count));
   for (size_t i = 0; i < std::size(names); i++)
     if (name == names[i]) return Format(i);

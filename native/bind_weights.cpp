@@ -33,9 +33,12 @@ struct Block {
   int weights, bytes;
 };  // of the source format
 constexpr Block kBlocks[int(Format::count)] = {
-    {"f32", 1, 4},      {"f16", 1, 2},      {"bf16", 1, 2},     {"q4_0", 32, 18},   {"q4_1", 32, 20},
-    {"q5_0", 32, 22},   {"q5_1", 32, 24},   {"q8_0", 32, 34},   {"q2_k", 256, 84},  {"q3_k", 256, 110},
-    {"q4_k", 256, 144}, {"q5_k", 256, 176}, {"q6_k", 256, 210}, {"iq4_nl", 32, 18},
+    {"f32", 1, 4},         {"f16", 1, 2},       {"bf16", 1, 2},         {"q4_0", 32, 18},   {"q4_1", 32, 20},
+    {"q5_0", 32, 22},      {"q5_1", 32, 24},    {"q8_0", 32, 34},       {"q2_k", 256, 84},  {"q3_k", 256, 110},
+    {"q4_k", 256, 144},    {"q5_k", 256, 176},  {"q6_k", 256, 210},     {"iq4_nl", 32, 18}, {"i4_g64", 64, 34},
+    {"i4_g128", 128, 66},  {"i4m_g64", 64, 36}, {"i4m_g128", 128, 68},  {"i8_g64", 64, 66}, {"i8_g128", 128, 130},
+    {"i8m_g32", 32, 36},   {"i8m_g64", 64, 68}, {"i8m_g128", 128, 132}, {"f8_g32", 32, 34}, {"f8_g64", 64, 66},
+    {"f8_g128", 128, 130},
 };
 
 void require(bool ok, const std::string& message) {
@@ -118,6 +121,25 @@ void pack(const std::string& name, const Array<uint8_t, 2>& src, int k,
   pack_panels(format, src.data(), row_bytes, int(rows), k, order, panel_begin, panel_end, dst.data());
 }
 
+void encode(const std::string& isa, const std::string& name, const Array<float, 2>& w,
+            const Array<float, 1>& importance, bool by_row,
+            nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> dst) {
+  const KernelTable& table = table_of(isa);
+  const size_t rows = w.shape(0), k = w.shape(1);
+  require(k <= INT_MAX / 64 && rows <= INT_MAX / 2, "the weight is too large");
+  const Format format = checked(name, int(k));
+  const Block& block = kBlocks[int(format)];
+  const size_t row_bytes = k / size_t(block.weights) * size_t(block.bytes);
+  require(importance.size() == k, "importance needs one value a column");
+  require(dst.shape(0) == rows && dst.shape(1) == row_bytes, "dst must be [" + str(rows) + ", " + str(row_bytes) + "]");
+  bool is_known = false;
+  {
+    nb::gil_scoped_release release;
+    is_known = table.encode_rows(format, w.data(), importance.data(), int(rows), int(k), by_row, dst.data());
+  }
+  require(is_known, "weights cannot be written in " + name + (by_row ? " with one scale a row" : ""));
+}
+
 template <class T, size_t dims>
 nb::ndarray<nb::numpy, T, nb::ndim<dims>> owned(std::unique_ptr<T[]> data, const size_t (&shape)[dims]) {
   T* p = data.release();
@@ -182,7 +204,7 @@ auto linear(const std::string& isa, const Array<float, 2>& x, const Segments& se
     require(!bias || bias->size() == size_t(n), "a bias needs one value an output row");
     if (bias) s.bias = bias->data();
     cols += size_t(n);
-    num_quantised += s.weight.format > Format::bf16;
+    num_quantised += !is_float(s.weight.format);
   }
   require(num_quantised == 0 || num_quantised == op.num_segments, "float and quantised weights cannot be merged");
   require(!residual || (residual->shape(0) == rows && residual->shape(1) == cols),
@@ -236,6 +258,9 @@ void bind_weights(nb::module_& m) {
   m.def("pack", pack, nb::arg("format"), nb::arg("src"), nb::arg("k"), nb::arg("row_order").none(), nb::arg("dst"),
         nb::arg("panel_begin"), nb::arg("panel_end"),
         "Pack panels of [N, row_bytes] source rows into dst; releases the GIL.");
+  m.def("encode", encode, nb::arg("isa"), nb::arg("format"), nb::arg("w"), nb::arg("importance"), nb::arg("by_row"),
+        nb::arg("dst"),
+        "Write the blocks of `format` nearest to w [N, K] into dst; releases the GIL. No |w| may be above 65504.");
   m.def("populate_pages", populate_pages, nb::arg("pages"), "Map a page-aligned range of a file, in the background.");
   m.def(
       "isas",

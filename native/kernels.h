@@ -26,7 +26,16 @@ struct Mat {  // rows of f32 or q8; a view of columns shares the parent's stride
 
 // ---- weights ------------------------------------------------------------------------------------------------------
 // Source formats keep their GGUF meaning; weights/tensor.py `dequantize` is the definition of each.
-enum class Format : int { f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, count };
+// clang-format off
+enum class Format : int {
+  f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl,
+  i4_g64, i4_g128, i4m_g64, i4m_g128, i8_g64, i8_g128, i8m_g32, i8m_g64, i8m_g128,  // ours: m is a minimum
+  f8_g32, f8_g64, f8_g128,
+  count
+};
+// clang-format on
+// Weights of these meet f32 activations, the others q8.
+static constexpr bool is_float(Format f) { return f <= Format::bf16 || f >= Format::f8_g32; }
 constexpr int kPanel = 16;  // output rows interleaved in one panel
 
 struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-padded)
@@ -162,6 +171,10 @@ struct KernelTable {
   size_t (*attend_scratch)(const Op&) = nullptr;
   // Parts that tests call on their own.
   void (*quantize_row)(const float* x, int k, uint8_t* q8_row) = nullptr;
+  // [rows, k] floats, none beyond 65504, to blocks of `format`; importance [k] weighs the errors of the columns.
+  // by_row: all blocks of a row share one scale. False: the format has no such encoder.
+  bool (*encode_rows)(Format format, const float* w, const float* importance, int rows, int k, bool by_row,
+                      uint8_t* out) = nullptr;
   // What the machine is measured with.
   Probe int8, bf16, f32;
   void (*read_memory)(const float* data, size_t count) = nullptr;

@@ -1,4 +1,4 @@
-// Repack GGUF blocks into panels (layout in kernels/linear_layout.h). Runs once at load, on plain C++.
+// Repack blocks of a source format into panels (layout in kernels/linear_layout.h). Runs once at load, on plain C++.
 #include <cstring>
 
 #include "kernels/linear_layout.h"
@@ -49,32 +49,34 @@ void put_quants(uint8_t* group, int row, const uint8_t* q) {
   }
 }
 
-// ---- blocks of 32 ---------------------------------------------------------------------------------------------------
+// ---- blocks of a scale or two for one group of quants, or for the two or four of our own formats
+// ---------------------
 template <Format format>
-struct Block32 {
-  static constexpr bool has_min = format == Format::q4_1 || format == Format::q5_1;
-  static constexpr bool has_high = format == Format::q5_0 || format == Format::q5_1;
-  static constexpr int weights = 32, head = 2 + 2 * has_min,
-                       bytes = head + 4 * has_high + (format == Format::q8_0 ? 32 : 16);
+struct FlatBlock {
+  using L = Layout<format>;
+  static constexpr bool has_min = L::scaling == Scaling::min, has_high = L::bits == 5;
+  static constexpr int head = 2 + 2 * has_min, quant_bytes = L::bits == 8 ? 32 : 16;
+  static constexpr int weights = 32 * L::record_groups, bytes = head + 4 * has_high + L::record_groups * quant_bytes;
 
   static void pack(const uint8_t* src, const Lane& lane, int block) {
-    using L = Layout<format>;
     uint8_t* scales = lane.scales + size_t(block) * L::scale_bytes;
     put16(scales, lane.row, src);
     if (has_min) put16(scales + 32, lane.row, src + 2);
-    uint8_t q[32];
-    if (L::bits == 8) {
-      std::memcpy(q, src + head, 32);
-    } else {
-      uint32_t high = 0;
-      if (has_high) std::memcpy(&high, src + head, 4);
-      const uint8_t* nibbles = src + head + 4 * has_high;
-      for (int i = 0; i < 16; i++) {
-        q[i] = uint8_t((nibbles[i] & 15) | (high >> i & 1) << 4);
-        q[i + 16] = uint8_t(nibbles[i] >> 4 | (high >> (i + 16) & 1) << 4);
+    uint32_t high = 0;
+    if (has_high) std::memcpy(&high, src + head, 4);
+    for (int g = 0; g < L::record_groups; g++) {
+      const uint8_t* quants = src + head + 4 * has_high + g * quant_bytes;
+      uint8_t q[32];
+      if (L::bits == 8) {
+        std::memcpy(q, quants, 32);
+      } else {
+        for (int i = 0; i < 16; i++) {
+          q[i] = uint8_t((quants[i] & 15) | (high >> i & 1) << 4);
+          q[i + 16] = uint8_t(quants[i] >> 4 | (high >> (i + 16) & 1) << 4);
+        }
       }
+      put_quants<L::bits>(lane.quants + (size_t(block) * L::record_groups + g) * L::group_bytes, lane.row, q);
     }
-    put_quants<L::bits>(lane.quants + size_t(block) * L::group_bytes, lane.row, q);
   }
 };
 
@@ -206,8 +208,8 @@ struct Packer {
   void (*row)(const uint8_t* src, int k, uint8_t* panel, int row);
 };
 template <Format f>
-constexpr Packer block32() {
-  return {quant_panel_bytes<f>, pack_row<f, Block32<f>>};
+constexpr Packer flat() {
+  return {quant_panel_bytes<f>, pack_row<f, FlatBlock<f>>};
 }
 template <Format f>
 constexpr Packer block256() {
@@ -218,17 +220,29 @@ constexpr Packer kPackers[int(Format::count)] = {
     {[](int k) { return size_t(k) * 64; }, pack_row_f32},
     {[](int k) { return round64(size_t(k) * 32); }, pack_row_f16},
     {[](int k) { return (size_t(k) + 1) / 2 * 64; }, pack_row_bf16},
-    block32<Format::q4_0>(),
-    block32<Format::q4_1>(),
-    block32<Format::q5_0>(),
-    block32<Format::q5_1>(),
-    block32<Format::q8_0>(),
+    flat<Format::q4_0>(),
+    flat<Format::q4_1>(),
+    flat<Format::q5_0>(),
+    flat<Format::q5_1>(),
+    flat<Format::q8_0>(),
     block256<Format::q2_k>(),
     block256<Format::q3_k>(),
     block256<Format::q4_k>(),
     block256<Format::q5_k>(),
     block256<Format::q6_k>(),
-    block32<Format::iq4_nl>(),
+    flat<Format::iq4_nl>(),
+    flat<Format::i4_g64>(),
+    flat<Format::i4_g128>(),
+    flat<Format::i4m_g64>(),
+    flat<Format::i4m_g128>(),
+    flat<Format::i8_g64>(),
+    flat<Format::i8_g128>(),
+    flat<Format::i8m_g32>(),
+    flat<Format::i8m_g64>(),
+    flat<Format::i8m_g128>(),
+    flat<Format::f8_g32>(),
+    flat<Format::f8_g64>(),
+    flat<Format::f8_g128>(),
 };
 
 }  // namespace

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.weights.tensor import BLOCK, SCALE_OFFSETS, QTensor, from_floats
+from paceline.weights.tensor import BLOCK, F8_FORMATS, SCALE_OFFSETS, QTensor, from_floats
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -304,6 +304,8 @@ def random_blocks(rng: np.random.Generator, fmt: str, shape: tuple[int, ...]) ->
     if shape[-1] % weights:
         raise ValueError(f"{shape[-1]} columns are no multiple of {weights}, the block of {fmt}")
     data = rng.integers(0, 256, (int(np.prod(shape)) // weights, size), dtype=np.uint8)
+    if fmt in F8_FORMATS:
+        data[data & 0x7F == 0x7F] = 0  # NaN
     for at in SCALE_OFFSETS[fmt]:
         scale = rng.uniform(0.0005, 0.005, (len(data), 1)).astype("<f2")
         data[:, at : at + 2] = scale.view(np.uint8)

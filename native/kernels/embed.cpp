@@ -49,6 +49,22 @@ void quant_row(const uint8_t* panel, int lane, int k, float by, float* out) {
   }
 }
 
+// FP8: as quant_row, over the values of the codes.
+template <Format f>
+void f8_row(const uint8_t* panel, int lane, int k, float by, float* out) {
+  const Packed<f> source(panel, k / kGroup);
+  for (int g = 0; g < k / kGroup; g++) {
+    const float d = lane_of(source.scales_of(g).d, lane);
+    PL_UNROLL
+    for (int j = 0; j < 8; j++) {
+      const i32x16 lanes = as_lanes(source.block(g, j));
+      for (int i = 0; i < 4; i++) {
+        out[g * kGroup + 4 * j + i] = by * (d * lane_of(e4m3(mask(shift(lanes, -8 * i), 255)), lane));
+      }
+    }
+  }
+}
+
 template <Format f>
 void float_row(const uint8_t* panel, int lane, int k, float by, float* out) {
   for (int i = 0; i < k; i++) {
@@ -65,10 +81,13 @@ void float_row(const uint8_t* panel, int lane, int k, float by, float* out) {
 
 using Row = void (*)(const uint8_t* panel, int lane, int k, float by, float* out);
 constexpr Row kRows[int(Format::count)] = {
-    float_row<Format::f32>,  float_row<Format::f16>,    float_row<Format::bf16>, quant_row<Format::q4_0>,
-    quant_row<Format::q4_1>, quant_row<Format::q5_0>,   quant_row<Format::q5_1>, quant_row<Format::q8_0>,
-    quant_row<Format::q2_k>, quant_row<Format::q3_k>,   quant_row<Format::q4_k>, quant_row<Format::q5_k>,
-    quant_row<Format::q6_k>, quant_row<Format::iq4_nl>,
+    float_row<Format::f32>,     float_row<Format::f16>,      float_row<Format::bf16>,     quant_row<Format::q4_0>,
+    quant_row<Format::q4_1>,    quant_row<Format::q5_0>,     quant_row<Format::q5_1>,     quant_row<Format::q8_0>,
+    quant_row<Format::q2_k>,    quant_row<Format::q3_k>,     quant_row<Format::q4_k>,     quant_row<Format::q5_k>,
+    quant_row<Format::q6_k>,    quant_row<Format::iq4_nl>,   quant_row<Format::i4_g64>,   quant_row<Format::i4_g128>,
+    quant_row<Format::i4m_g64>, quant_row<Format::i4m_g128>, quant_row<Format::i8_g64>,   quant_row<Format::i8_g128>,
+    quant_row<Format::i8m_g32>, quant_row<Format::i8m_g64>,  quant_row<Format::i8m_g128>, f8_row<Format::f8_g32>,
+    f8_row<Format::f8_g64>,     f8_row<Format::f8_g128>,
 };
 
 }  // namespace

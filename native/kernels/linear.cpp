@@ -51,6 +51,11 @@ constexpr FormatKernels floating() {
   return {float_tiles<f>(), {}, nullptr, 0, nullptr};
 }
 
+template <Format f>
+constexpr FormatKernels widened() {  // FP8: arithmetic no CPU here has
+  return {{}, {}, nullptr, 0, unpack_floats<f>};
+}
+
 #if defined(PL_ISA_avx512bf16)
 constexpr bool kRoundsRows = true;
 constexpr FormatKernels bfloat() {
@@ -62,11 +67,15 @@ constexpr FormatKernels bfloat() { return floating<Format::bf16>(); }
 #endif
 
 constexpr FormatKernels kFormats[int(Format::count)] = {
-    floating<Format::f32>(),   floating<Format::f16>(),     bfloat(),
-    quantised<Format::q4_0>(), quantised<Format::q4_1>(),   quantised<Format::q5_0>(),
-    quantised<Format::q5_1>(), quantised<Format::q8_0>(),   quantised<Format::q2_k>(),
-    quantised<Format::q3_k>(), quantised<Format::q4_k>(),   quantised<Format::q5_k>(),
-    quantised<Format::q6_k>(), quantised<Format::iq4_nl>(),
+    floating<Format::f32>(),      floating<Format::f16>(),       bfloat(),
+    quantised<Format::q4_0>(),    quantised<Format::q4_1>(),     quantised<Format::q5_0>(),
+    quantised<Format::q5_1>(),    quantised<Format::q8_0>(),     quantised<Format::q2_k>(),
+    quantised<Format::q3_k>(),    quantised<Format::q4_k>(),     quantised<Format::q5_k>(),
+    quantised<Format::q6_k>(),    quantised<Format::iq4_nl>(),   quantised<Format::i4_g64>(),
+    quantised<Format::i4_g128>(), quantised<Format::i4m_g64>(),  quantised<Format::i4m_g128>(),
+    quantised<Format::i8_g64>(),  quantised<Format::i8_g128>(),  quantised<Format::i8m_g32>(),
+    quantised<Format::i8m_g64>(), quantised<Format::i8m_g128>(), widened<Format::f8_g32>(),
+    widened<Format::f8_g64>(),    widened<Format::f8_g128>(),
 };
 
 constexpr size_t round64(size_t n) { return (n + 63) / 64 * 64; }

@@ -10,9 +10,11 @@
 //     bit plane (1):        block j in bit j                                       (3 and 5 bits)
 //     byte plane v (8):     block v                                                (8 bits)
 //   in this order: nibbles or pairs of the low bits first, then what lies above.
-//   A scale record serves one group (or 8, K-quants), each field as [16 rows]:
+//   A scale record serves one group (2 or 4 in ours of 64 and 128, 8 in K-quants), each field as [16 rows]:
 //     q4_0 q5_0 q8_0 iq4_nl  d f16
+//     i4_* i8_* f8_*         d f16, for as many groups as the format's own group has
 //     q4_1 q5_1              d f16, m f16
+//     i4m_* i8m_*            d f16, m f16, likewise
 //     q2_k                   d f16, dmin f16, byte[16 halves] scale | min << 4
 //     q3_k                   d f16, byte[8] low 4 bits of the scales of both halves, byte[4] their high 2 bits, even group
 //                            in the low nibble
@@ -67,7 +69,7 @@ struct Layout;
     static constexpr Scaling scaling = Scaling::scaling_;                                                 \
   }
 // clang-format off
-//        format  bits scaling     zero groups scale bytes
+//        format    bits scaling   zero groups scale bytes
 PL_LAYOUT(q4_0,   4,   plain,      8,   1,     32);
 PL_LAYOUT(q4_1,   4,   min,        0,   1,     64);
 PL_LAYOUT(q5_0,   5,   plain,      16,  1,     32);
@@ -79,6 +81,18 @@ PL_LAYOUT(q4_k,   4,   min,        0,   8,     256);
 PL_LAYOUT(q5_k,   5,   min,        0,   8,     256);
 PL_LAYOUT(q6_k,   6,   halves,     32,  8,     288);
 PL_LAYOUT(iq4_nl, 4,   plain,      0,   1,     32);
+PL_LAYOUT(i4_g64,   4, plain,      8,   2,     32);
+PL_LAYOUT(i4_g128,  4, plain,      8,   4,     32);
+PL_LAYOUT(i4m_g64,  4, min,        0,   2,     64);
+PL_LAYOUT(i4m_g128, 4, min,        0,   4,     64);
+PL_LAYOUT(i8_g64,   8, plain,      0,   2,     32);
+PL_LAYOUT(i8_g128,  8, plain,      0,   4,     32);
+PL_LAYOUT(i8m_g32,  8, min,        0,   1,     64);
+PL_LAYOUT(i8m_g64,  8, min,        0,   2,     64);
+PL_LAYOUT(i8m_g128, 8, min,        0,   4,     64);
+PL_LAYOUT(f8_g32,   8, plain,      0,   1,     32);
+PL_LAYOUT(f8_g64,   8, plain,      0,   2,     32);
+PL_LAYOUT(f8_g128,  8, plain,      0,   4,     32);
 // clang-format on
 #undef PL_LAYOUT
 

@@ -50,6 +50,7 @@ template <Format f>
 PL_INLINE u8x64 quants(const uint8_t* group, int j) {
   using L = Layout<f>;
   using P = Planes<L::bits>;
+  if constexpr (is_float(f)) return load64(group + 64 * j);
   if constexpr (L::bits == 8) return signed_quants(load64(group + 64 * j));
   if constexpr (L::bits == 2 || L::bits == 3) {
     const u8x64 low = mask(shift(load64(group + j / 4 * 64), -2 * (j % 4)), 3);
@@ -82,7 +83,7 @@ PL_INLINE Scales<Layout<f>::scaling> scales(const uint8_t* records, int g) {
   const f32x16 d = half_at(r);
   if constexpr (L::scaling == Scaling::plain) {
     return {d};
-  } else if constexpr (f == Format::q4_1 || f == Format::q5_1) {
+  } else if constexpr (L::scaling == Scaling::min && L::scale_bytes == 64) {
     return {d, half_at(r + 32)};
   } else if constexpr (f == Format::q4_k || f == Format::q5_k) {
     const i32x16 byte = widen_u8(r + 64 + 16 * i), nibbles = widen_u8(r + 192 + i / 2 * 16);
@@ -153,6 +154,14 @@ void unpack_panel(const uint8_t* panel, int num_groups, uint8_t* scratch) {
   }
 }
 
+// Values of FP8 E4M3 codes: sign, 4 bits of exponent, 3 of mantissa. Codes of NaN are not met: no weight may be NaN.
+PL_INLINE f32x16 e4m3(i32x16 code) {
+  const f32x16 exponent = to_float(mask(shift(code, -3), 15)), is_normal = min(exponent, set1(1.0f));
+  const f32x16 significand = fma(is_normal, set1(8.0f), to_float(mask(code, 7)));
+  const f32x16 sign = fma(to_float(mask(shift(code, -7), 1)), set1(-2.0f), set1(1.0f));
+  return ldexp_int(mul(significand, sign), sub(max(exponent, set1(1.0f)), set1(10.0f)));
+}
+
 // A packed panel as [k][16] floats: the values of `dequantize`.
 template <Format f>
 void unpack_floats(const uint8_t* panel, int num_groups, float* out) {
@@ -170,6 +179,10 @@ void unpack_floats(const uint8_t* panel, int num_groups, float* out) {
       const i32x16 lanes = as_lanes(source.block(g, j));
       for (int i = 0; i < 4; i++, out += kPanel) {
         i32x16 q = shift(lanes, -8 * i);
+        if constexpr (is_float(f)) {
+          store(out, mul(d, e4m3(mask(q, 255))));
+          continue;
+        }
         q = S::bits == 8 && S::zero == 0 ? sign_extended(q, 8) : add(mask(q, 255), set1_i32(-S::zero));
         const f32x16 w = mul(d, to_float(q));
         store(out, S::has_min ? add(w, m) : w);

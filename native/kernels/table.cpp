@@ -8,6 +8,7 @@ void linear(const Op&, const Step&, Work&);
 void quantize(const Op&, const Step&, Work&);
 size_t linear_scratch(const Op&, int max_rows);
 void quantize_one_row(const float* x, int k, uint8_t* q8_row);
+bool encode_rows(Format format, const float* w, const float* importance, int rows, int k, bool by_row, uint8_t* out);
 
 #define PL_STR2(x) #x
 #define PL_STR(x) PL_STR2(x)
@@ -35,6 +36,7 @@ const KernelTable& kernel_table() {
     t.run[int(OpCode::quantize)] = quantize;
     t.linear_scratch = linear_scratch;
     t.quantize_row = quantize_one_row;
+    t.encode_rows = encode_rows;
     t.run[int(OpCode::rms_norm)] = rms_norm;
     t.run[int(OpCode::rope_store)] = rope_store;
     t.run[int(OpCode::attend)] = attend;

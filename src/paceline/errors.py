@@ -39,6 +39,10 @@ class TemplateError(ParameterError):
     """The chat template is absent, refused the messages, or broke its bounds."""
 
 
+class OutputError(PacelineError):
+    """A result cannot be written where it should go."""
+
+
 class PullError(PacelineError):
     """A model could not be fetched, verified or stored."""
 

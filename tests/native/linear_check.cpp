@@ -1,5 +1,6 @@
-// Checks the quantize, linear and embed kernels of one ISA (PL_CHECK_ISA) against the scalar ones: equal bits, but for
-// bf16 weights on avx512bf16. Needs no Python, so that it also runs under an emulator. Exit code 1 on a difference.
+// Checks the quantize, encode, linear and embed kernels of one ISA (PL_CHECK_ISA) against the scalar ones: equal bits,
+// but for bf16 weights on avx512bf16. Needs no Python, so that it also runs under an emulator. Exit code 1 on a
+// difference.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -9,12 +10,13 @@
 #include "kernels.h"
 
 namespace paceline {
-#define PL_DECLARE(isa)                                          \
-  namespace isa {                                                \
-  void linear(const Op&, const Step&, Work&);                    \
-  void embed(const Op&, const Step&, Work&);                     \
-  size_t linear_scratch(const Op&, int max_rows);                \
-  void quantize_one_row(const float* x, int k, uint8_t* q8_row); \
+#define PL_DECLARE(isa)                                                                                          \
+  namespace isa {                                                                                                \
+  void linear(const Op&, const Step&, Work&);                                                                    \
+  void embed(const Op&, const Step&, Work&);                                                                     \
+  size_t linear_scratch(const Op&, int max_rows);                                                                \
+  void quantize_one_row(const float* x, int k, uint8_t* q8_row);                                                 \
+  bool encode_rows(Format, const float* w, const float* importance, int rows, int k, bool by_row, uint8_t* out); \
   }
 PL_DECLARE(scalar)
 PL_DECLARE(PL_CHECK_ISA)
@@ -33,13 +35,32 @@ struct Source {
   int scales[2];
 };  // scales: f16 fields of a block
 constexpr Source kSources[] = {
-    {"f32", Format::f32, 1, 4, {-1, -1}},        {"f16", Format::f16, 1, 2, {-1, -1}},
-    {"bf16", Format::bf16, 1, 2, {-1, -1}},      {"q4_0", Format::q4_0, 32, 18, {0, -1}},
-    {"q4_1", Format::q4_1, 32, 20, {0, 2}},      {"q5_0", Format::q5_0, 32, 22, {0, -1}},
-    {"q5_1", Format::q5_1, 32, 24, {0, 2}},      {"q8_0", Format::q8_0, 32, 34, {0, -1}},
-    {"q2_k", Format::q2_k, 256, 84, {80, 82}},   {"q3_k", Format::q3_k, 256, 110, {108, -1}},
-    {"q4_k", Format::q4_k, 256, 144, {0, 2}},    {"q5_k", Format::q5_k, 256, 176, {0, 2}},
-    {"q6_k", Format::q6_k, 256, 210, {208, -1}}, {"iq4_nl", Format::iq4_nl, 32, 18, {0, -1}},
+    {"f32", Format::f32, 1, 4, {-1, -1}},
+    {"f16", Format::f16, 1, 2, {-1, -1}},
+    {"bf16", Format::bf16, 1, 2, {-1, -1}},
+    {"q4_0", Format::q4_0, 32, 18, {0, -1}},
+    {"q4_1", Format::q4_1, 32, 20, {0, 2}},
+    {"q5_0", Format::q5_0, 32, 22, {0, -1}},
+    {"q5_1", Format::q5_1, 32, 24, {0, 2}},
+    {"q8_0", Format::q8_0, 32, 34, {0, -1}},
+    {"q2_k", Format::q2_k, 256, 84, {80, 82}},
+    {"q3_k", Format::q3_k, 256, 110, {108, -1}},
+    {"q4_k", Format::q4_k, 256, 144, {0, 2}},
+    {"q5_k", Format::q5_k, 256, 176, {0, 2}},
+    {"q6_k", Format::q6_k, 256, 210, {208, -1}},
+    {"iq4_nl", Format::iq4_nl, 32, 18, {0, -1}},
+    {"i4_g64", Format::i4_g64, 64, 34, {0, -1}},
+    {"i4_g128", Format::i4_g128, 128, 66, {0, -1}},
+    {"i4m_g64", Format::i4m_g64, 64, 36, {0, 2}},
+    {"i4m_g128", Format::i4m_g128, 128, 68, {0, 2}},
+    {"i8_g64", Format::i8_g64, 64, 66, {0, -1}},
+    {"i8_g128", Format::i8_g128, 128, 130, {0, -1}},
+    {"i8m_g32", Format::i8m_g32, 32, 36, {0, 2}},
+    {"i8m_g64", Format::i8m_g64, 64, 68, {0, 2}},
+    {"i8m_g128", Format::i8m_g128, 128, 132, {0, 2}},
+    {"f8_g32", Format::f8_g32, 32, 34, {0, -1}},
+    {"f8_g64", Format::f8_g64, 64, 66, {0, -1}},
+    {"f8_g128", Format::f8_g128, 128, 130, {0, -1}},
 };
 
 uint32_t next_random() {
@@ -78,10 +99,12 @@ struct Isa {
   Kernel linear, embed;
   size_t (*scratch)(const Op&, int);
   void (*quantize)(const float*, int, uint8_t*);
+  bool (*encode)(Format, const float*, const float*, int, int, bool, uint8_t*);
 };
-constexpr Isa kScalar{scalar::linear, scalar::embed, scalar::linear_scratch, scalar::quantize_one_row};
+constexpr Isa kScalar{scalar::linear, scalar::embed, scalar::linear_scratch, scalar::quantize_one_row,
+                      scalar::encode_rows};
 constexpr Isa kChecked{PL_CHECK_ISA::linear, PL_CHECK_ISA::embed, PL_CHECK_ISA::linear_scratch,
-                       PL_CHECK_ISA::quantize_one_row};
+                       PL_CHECK_ISA::quantize_one_row, PL_CHECK_ISA::encode_rows};
 
 void run(Kernel kernel, const Op& op, Step& step, size_t scratch_bytes) {
   Buffer scratch(scratch_bytes);
@@ -164,7 +187,7 @@ int check(const Source& s, int rows, int k, int num_x) {
   const float tolerance = rounds ? 0.01f * std::sqrt(float(k)) * 4 : 0.0f;
   int bad = 0;
   for (bool is_q8 : {false, true}) {
-    if (is_q8 && s.format <= Format::bf16) continue;
+    if (is_q8 && is_float(s.format)) continue;
     if (same_values(linear_of(kScalar, w, x, num_x, bias, residual, is_q8),
                     linear_of(kChecked, w, x, num_x, bias, residual, is_q8), tolerance))
       continue;
@@ -196,12 +219,33 @@ int check_quantize() {
   return bad;
 }
 
+int check_encode(const Source& s) {
+  constexpr int rows = 3, k = 768;
+  std::vector<float> w(static_cast<size_t>(rows * k)), importance(static_cast<size_t>(k));
+  for (float& f : w) f = random_float() * 0.02f;
+  for (float& f : importance) f = 1.0f + std::fabs(random_float());
+  for (int i = 0; i < 256; i++) w[size_t(i)] = i % 32 < 16 ? 0.0f : w[size_t(i)] * 1e-5f;
+  const size_t bytes = size_t(rows) * size_t(k / s.weights) * size_t(s.bytes);
+  int bad = 0;
+  for (bool by_row : {false, true}) {
+    Buffer a(bytes), b(bytes);
+    const bool is_known = kScalar.encode(s.format, w.data(), importance.data(), rows, k, by_row, a.data);
+    if (kChecked.encode(s.format, w.data(), importance.data(), rows, k, by_row, b.data) == is_known &&
+        std::memcmp(a.data, b.data, bytes) == 0)
+      continue;
+    std::printf("encode differs: %s by row %d\n", s.name, by_row);
+    bad++;
+  }
+  return bad;
+}
+
 }  // namespace
 
 int main() {
   int bad = check_quantize(), checks = 0;
   for (const Source& s : kSources) {
-    const int small = s.weights == 1 ? 37 : s.weights == 32 ? 32 : 256, large = s.weights == 256 ? 768 : 576;
+    const int small = s.weights == 1 ? 37 : s.weights == 32 ? 32 : 256, large = s.weights >= 128 ? 768 : 576;
+    bad += check_encode(s);
     for (int rows : {1, 15, 16, 17, 33}) {
       for (int t : {1, 2, 5, 9}) bad += check(s, rows, small, t), checks++;
     }

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
-KERNELS = ("quantize", "linear", "embed")
+KERNELS = ("quantize", "encode", "linear", "embed")
 FLAGS = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", f"-I{NATIVE}"]
 SIMDE_FLAGS = [
     "-O0", "-mavx2", "-mfma", "-mf16c", "-DPACELINE_SIMDE",

@@ -25,7 +25,10 @@ from tests.tiny import random_blocks
 
 FORMATS = sorted(BLOCK)
 # Rows of real models, in the formats' own multiples.
-COLUMNS = {1: (576, 896), 32: (576, 896, 4864), 256: (1536, 4864, 8960)}
+COLUMNS = {
+    1: (576, 896), 32: (576, 896, 4864), 64: (576, 896, 4864), 128: (896, 1536, 4864),
+    256: (1536, 4864, 8960),
+}  # fmt: skip
 
 
 def tensor_of(fmt: str, rows: int, k: int, seed: int = 0) -> QTensor:

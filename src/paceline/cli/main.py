@@ -37,6 +37,7 @@ _COMMANDS = {
     "roofline": "roofline",
     "explain": "explain",
     "cache": "app",
+    "quantize": "quantize",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

@@ -22,7 +22,7 @@ from paceline.models.base import (
 )
 from paceline.weights.fields import Fields
 from paceline.weights.gguf import GGUF, open_gguf
-from paceline.weights.safetensors import HFFolder, open_folder
+from paceline.weights.safetensors import SINGLE, HFFolder, open_folder, open_safetensors
 from paceline.weights.tensor import (
     FLOAT_FORMATS,
     QTensor,
@@ -37,6 +37,9 @@ END_MARKERS = frozenset({
     "<end_of_turn>", "<eos>", "</s>", "<EOT>",
 })  # fmt: skip
 _CONTROL = 3  # token_type of control tokens
+METADATA = "metadata.gguf"  # in a folder quantised from a GGUF file: its metadata, without tensors
+QUANT_METHOD = "paceline"  # config.json's quantization_config.quant_method in folders of our own
+QUANT_VERSION = 1
 
 
 class GGUFTokenizerData(Struct, frozen=True, kw_only=True):
@@ -90,16 +93,24 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file (any part of a split one) or a Hugging Face folder.
+    """Open a GGUF file (any part of a split one), a Hugging Face folder or one of our own.
 
     Every tensor that the plan reads is checked here, shape and format; none is read. Raises
     ModelNotFoundError, ModelFormatError or UnsupportedModelError.
     """
+    if path.is_dir() and (path / METADATA).exists():
+        return _from_gguf(open_gguf_folder(path), path)
     if path.is_dir():
         return _from_folder(open_folder(path))
     if not path.exists():
         raise ModelNotFoundError(f"{path} does not exist")
-    return _from_gguf(open_gguf(path))
+    file = open_gguf(path)
+    return _from_gguf(file, file.paths[0])
+
+
+def open_gguf_folder(path: Path) -> GGUF:
+    """Open a folder quantised from a GGUF file: its metadata, and tensors under GGUF's names."""
+    return replace(open_gguf(path / METADATA), tensors=open_safetensors(path / SINGLE))
 
 
 class LazyTensors(Mapping[str, QTensor]):
@@ -118,7 +129,7 @@ class LazyTensors(Mapping[str, QTensor]):
         return len(self._makers)
 
 
-def _find_family(attribute: str, name: str, where: str) -> ModuleType:
+def find_family(attribute: str, name: str, where: str) -> ModuleType:
     known: list[str] = []
     for family in available("models"):
         module = load("models", family)
@@ -162,10 +173,10 @@ def _needed(
 # ---- GGUF ----
 
 
-def _canonical(name: str, parts: Mapping[str, str]) -> str | None:
+def canonical_name(name: str, parts: Mapping[str, str]) -> str | None:
     """Canonical name of a GGUF tensor, or None for one that no plan reads.
 
-    >>> _canonical("blk.3.attn_q.weight", {"attn_q": "self_attn.q_proj"})
+    >>> canonical_name("blk.3.attn_q.weight", {"attn_q": "self_attn.q_proj"})
     'model.layers.3.self_attn.q_proj.weight'
     """
     body, _, suffix = name.rpartition(".")
@@ -177,18 +188,17 @@ def _canonical(name: str, parts: Mapping[str, str]) -> str | None:
     return f"{prefix}{part}.{suffix}" if part and suffix in ("weight", "bias") else None
 
 
-def _from_gguf(file: GGUF) -> Checkpoint:
-    path = file.paths[0]
+def _from_gguf(file: GGUF, path: Path) -> Checkpoint:
     fields = Fields(file.metadata, str(path))
     arch = fields.text("general.architecture")
-    family = _find_family("GGUF_ARCHITECTURES", arch, str(path))
+    family = find_family("GGUF_ARCHITECTURES", arch, str(path))
     divisors = file.tensors.get("rope_freqs.weight")
     source = GGUFSource(
         fields=fields, arch=arch, shapes={n: t.shape for n, t in file.tensors.items()},
         rope_divisors=None if divisors is None else dequantize(divisors.load()).ravel(),
     )  # fmt: skip
     config: ModelConfig = family.config_from_gguf(source)
-    names = {_canonical(name, family.GGUF_NAMES): t for name, t in file.tensors.items()}
+    names = {canonical_name(name, family.GGUF_NAMES): t for name, t in file.tensors.items()}
     stored = {name: t for name, t in names.items() if name is not None}
     makers: dict[str, Callable[[], QTensor]] = {}
     for name, tensor in _needed(config, stored, str(path)).items():
@@ -198,7 +208,8 @@ def _from_gguf(file: GGUF) -> Checkpoint:
         else:
             makers[name] = tensor.load
     return Checkpoint(
-        path=path, source="gguf", name=fields.text("general.name", path.stem), config=config,
+        path=path, source="safetensors" if path.is_dir() else "gguf",
+        name=fields.text("general.name", path.stem), config=config,
         tensors=LazyTensors(makers), tokenizer=_gguf_tokenizer(file, fields),
         chat_templates=_gguf_templates(fields), generation=_gguf_generation(file, fields),
     )  # fmt: skip
@@ -272,12 +283,13 @@ def _gguf_generation(file: GGUF, fields: Fields) -> GenerationDefaults:
 def _from_folder(folder: HFFolder) -> Checkpoint:
     where = str(folder.path / "config.json")
     fields = Fields(folder.config, where)
+    _check_quantization(fields)
     model_type = fields.text("model_type")
-    family = _find_family("HF_TYPES", model_type, where)
+    family = find_family("HF_TYPES", model_type, where)
     text = fields.table("text_config")
     if text.values:  # a multimodal model: its text part
         fields = Fields({**folder.config, **text.values, "model_type": model_type}, where)
-    stored = {_text_name(name): tensor for name, tensor in folder.tensors.items()}
+    stored = {text_name(name): tensor for name, tensor in folder.tensors.items()}
     source = HFSource(fields=fields, shapes={name: t.shape for name, t in stored.items()})
     config: ModelConfig = family.config_from_hf(source)
     makers: dict[str, Callable[[], QTensor]] = {}
@@ -292,7 +304,26 @@ def _from_folder(folder: HFFolder) -> Checkpoint:
     )  # fmt: skip
 
 
-def _text_name(name: str) -> str:
+def _check_quantization(fields: Fields) -> None:
+    """Refuse a folder whose weights others quantised, by the method's name."""
+    table = fields.table("quantization_config")
+    if not table.values:
+        return
+    method = table.text("quant_method", "")
+    if method != QUANT_METHOD:
+        raise UnsupportedModelError(
+            f"{fields.where}: weights quantised with {method or 'an unnamed method'!r} are not "
+            "supported: give the model's float weights to `paceline quantize`, or use a GGUF file"
+        )
+    version = table.integer("version")
+    if version > QUANT_VERSION:
+        raise UnsupportedModelError(
+            f"{fields.where}: quantization_config is of version {version}, this paceline reads up "
+            f"to {QUANT_VERSION}: upgrade paceline or quantise the model again"
+        )
+
+
+def text_name(name: str) -> str:
     """Name of a tensor as the text model alone has it, in a multimodal model or under a head."""
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")

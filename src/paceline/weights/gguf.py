@@ -30,6 +30,7 @@ _FORMATS = {
     0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k",
     11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 20: "iq4_nl", 30: "bf16",
 }  # fmt: skip
+TYPE_OF_FORMAT = {fmt: kind for kind, fmt in _FORMATS.items()}
 _OTHER_FORMATS = {
     9: "q8_1", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 21: "iq3_s",
     22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 29: "iq1_m",
@@ -71,11 +72,13 @@ class StringArray(Sequence[str]):
 class GGUF(Struct, frozen=True):
     """An open GGUF model, all shards together.
 
-    Metadata values are int, float, bool, str, NumPy arrays, StringArray, or lists of those.
+    Metadata values are int, float, bool, str, NumPy arrays, StringArray, or lists of those. `raw`
+    has their bytes in the (first) file, each with its type before it.
     """
 
     paths: tuple[Path, ...]
     metadata: dict[str, Any]
+    raw: dict[str, npt.NDArray[np.uint8]]
     tensors: dict[str, StoredTensor]
 
 
@@ -106,6 +109,7 @@ def _join_shards(path: Path, given: GGUF, count: int) -> GGUF:
         )
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, Any] = {}
+    raw: dict[str, npt.NDArray[np.uint8]] = {}
     for i, part_path in enumerate(paths):
         part = given if part_path == path else _read_file(part_path)
         if part.metadata.get("split.no") != i or part.metadata.get("split.count") != count:
@@ -114,11 +118,11 @@ def _join_shards(path: Path, given: GGUF, count: int) -> GGUF:
         if double:
             raise ModelFormatError(f"{part_path}: tensor {min(double)!r} is in another part too")
         tensors |= part.tensors
-        metadata = metadata or part.metadata
+        metadata, raw = metadata or part.metadata, raw or part.raw
     total = metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
         raise ModelFormatError(f"{path}: the parts hold {len(tensors)} tensors, not {total}")
-    return GGUF(paths, metadata, tensors)
+    return GGUF(paths, metadata, raw, tensors)
 
 
 class _Cursor:
@@ -223,14 +227,18 @@ def _read_file(path: Path) -> GGUF:
     cursor = _Cursor(path, map_file(path))
     num_tensors, num_keys = _read_header(cursor)
     metadata: dict[str, Any] = {}
+    raw: dict[str, npt.NDArray[np.uint8]] = {}
     for i in range(num_keys):
         cursor.what = f"metadata entry {i + 1} of {num_keys}"
         key = cursor.name("key", 65535)
         if key in metadata:
             raise cursor.fail(f"repeats the key {key!r}")
         cursor.what = f"key {key!r}"
+        start = cursor.at
         metadata[key] = cursor.value(cursor.u32())
-    return GGUF((path,), metadata, _read_tensors(cursor, num_tensors, _alignment(cursor, metadata)))
+        raw[key] = cursor.data[start : cursor.at]
+    tensors = _read_tensors(cursor, num_tensors, _alignment(cursor, metadata))
+    return GGUF((path,), metadata, raw, tensors)
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:

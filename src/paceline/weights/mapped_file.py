@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,22 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
         raise ModelFormatError(f"{path} cannot be mapped ({error}): copy it to a disk") from error
     _refuse_stand_in(path, head, len(mapped))
     return np.frombuffer(mapped, np.uint8)
+
+
+def drop_pages(data: npt.NDArray[np.uint8]) -> None:
+    """Let the pages of a range of a mapped file leave resident memory: it has been read."""
+    base: object = data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapped = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapped, mmap.mmap):
+        return
+    start = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0 and hasattr(mapped, "madvise"):
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 def _refuse_stand_in(path: Path, head: bytes, size: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from msgspec import Struct
 from paceline import _native
 from paceline.errors import ModelFormatError
 from paceline.weights.huge_file import HugeWriter, map_file
+from paceline.weights.mapped_file import drop_pages
 from paceline.weights.tensor import BLOCK, QTensor, is_finite
 
 U8 = npt.NDArray[np.uint8]
@@ -140,8 +140,8 @@ def _pack(tensor: QTensor, pool: ThreadPoolExecutor) -> PackedTensor:
     for i, job in enumerate(jobs):
         job.result()
         if tensor.row_order is None:  # as it goes, or a large tensor would be resident twice
-            _drop_pages(src[i * step * PANEL : (i + 1) * step * PANEL])
-    _drop_pages(tensor.data)
+            drop_pages(src[i * step * PANEL : (i + 1) * step * PANEL])
+    drop_pages(tensor.data)
     return PackedTensor(tensor.format, rows, k, out)
 
 
@@ -162,22 +162,6 @@ def _aligned_empty(num_bytes: int) -> U8:
     raw = np.empty(num_bytes + _ALIGN, np.uint8)
     start = -raw.ctypes.data % _ALIGN
     return raw[start : start + num_bytes]
-
-
-def _drop_pages(data: U8) -> None:
-    """Let the pages of a mapped source range leave resident memory: it is packed."""
-    base: object = data
-    while isinstance(base, np.ndarray):
-        base = base.base
-    mapped = base.obj if isinstance(base, memoryview) else base
-    if not isinstance(mapped, mmap.mmap):
-        return
-    start = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if length > 0 and hasattr(mapped, "madvise"):
-        with suppress(OSError):
-            mapped.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 def _read_cache(

@@ -1,7 +1,8 @@
 """Reader of a Hugging Face folder: safetensors shards and the JSON files beside them.
 
 Each shard is mapped and its header bounded by the file's size. Format: 8 bytes of header length, a
-JSON header {name: {dtype, shape, data_offsets}}, then the data.
+JSON header {name: {dtype, shape, data_offsets}}, then the data. A tensor that `paceline quantize`
+made is U8 rows of blocks; the header's metadata names its format.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from paceline.errors import ModelFormatError, ModelNotFoundError
+from paceline.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from paceline.weights.mapped_file import map_file
 from paceline.weights.tensor import BLOCK, StoredTensor
 
@@ -24,6 +25,7 @@ MAX_HEADER_BYTES = 100 << 20  # the reference implementation's own limit
 MAX_JSON_BYTES = 200 << 20
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+FORMATS_KEY = "paceline.formats"  # of __metadata__: JSON, name of a U8 tensor -> its format
 _FORMATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -122,8 +124,8 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             "it is cut or no safetensors file"
         )
     header = _parse_object(path, data[8 : 8 + length].tobytes(), "header: ")
-    header.pop("__metadata__", None)
-    spans = {name: _span(path, name, entry) for name, entry in header.items()}
+    formats = _block_formats(path, header.pop("__metadata__", None))
+    spans = {name: _span(path, name, entry, formats.get(name)) for name, entry in header.items()}
     end = max((stop for _, _, _, stop in spans.values()), default=0)
     base = 8 + length
     if base + end > len(data):
@@ -139,18 +141,38 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _span(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """(format, shape, begin, end) of a header entry."""
+def _block_formats(path: Path, metadata: Any) -> dict[str, str]:
+    """Formats of the quantised tensors; {} in files that others made."""
+    if not isinstance(metadata, dict) or FORMATS_KEY not in metadata:
+        return {}
+    formats = _parse_object(path, str(metadata[FORMATS_KEY]).encode(), f"{FORMATS_KEY}: ")
+    unknown = [fmt for fmt in formats.values() if not isinstance(fmt, str) or fmt not in BLOCK]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{path} holds weights in {str(unknown[0])[:40]!r}, which this version cannot read: "
+            "upgrade paceline or quantise the model again"
+        )
+    return formats
+
+
+def _span(
+    path: Path, name: str, entry: Any, blocks: str | None
+) -> tuple[str, tuple[int, ...], int, int]:
+    """(format, shape, begin, end) of a header entry; `blocks` is the format of a quantised one."""
     where = f"{path}: tensor {name!r}"
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sizes = [*shape, start, stop]
     except (TypeError, KeyError, ValueError):
         raise ModelFormatError(f"{where} needs dtype, shape and data_offsets") from None
-    if not isinstance(dtype, str) or any(
-        not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 1 << 62 for n in sizes
+    if (
+        not isinstance(dtype, str)
+        or dtype in BLOCK
+        or any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < 1 << 62 for n in sizes)
     ):
         raise ModelFormatError(f"{where} has the impossible entry {str(entry)[:120]}")
+    if blocks is not None:
+        return blocks, _shape_of_blocks(where, blocks, dtype, shape, stop - start), start, stop
     fmt = _FORMATS.get(dtype, dtype)
     if fmt in BLOCK:
         expected = math.prod(shape) * BLOCK[fmt][1]
@@ -159,6 +181,21 @@ def _span(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int,
                 f"{where}: {dtype} {shape} takes {expected} bytes, its offsets span {stop - start}"
             )
     return fmt, tuple(shape), start, stop
+
+
+def _shape_of_blocks(
+    where: str, fmt: str, dtype: str, shape: list[int], num_bytes: int
+) -> tuple[int, ...]:
+    """Shape of the weight whose rows of blocks are U8 of `shape`."""
+    weights, block_bytes = BLOCK[fmt]
+    if dtype != "U8" or not shape or shape[-1] % block_bytes or math.prod(shape) != num_bytes:
+        raise ModelFormatError(
+            f"{where}: {dtype} {shape} in {num_bytes} bytes cannot be blocks of {fmt}, "
+            f"{block_bytes} bytes each"
+        )
+    if num_bytes == 0:
+        raise ModelFormatError(f"{where} is empty")
+    return (*shape[:-1], shape[-1] // block_bytes * weights)
 
 
 def _refuse_overlaps(

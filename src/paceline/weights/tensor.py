@@ -1,6 +1,7 @@
 """QTensor: a weight in the bytes of its source format, and what those bytes mean.
 
-`dequantize` is the definition of every format; layouts follow ggml's `block_*` structs.
+`dequantize` is the definition of every format; layouts follow ggml's `block_*` structs. Formats of
+our own serve groups of 64 and 128 and FP8: iN is signed, iNm has a minimum, gN is the group.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ BLOCK: dict[str, tuple[int, int]] = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q8_0": (32, 34),
     "q2_k": (256, 84), "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176),
     "q6_k": (256, 210), "iq4_nl": (32, 18),
+    "i4_g64": (64, 34), "i4_g128": (128, 66), "i4m_g64": (64, 36), "i4m_g128": (128, 68),
+    "i8_g64": (64, 66), "i8_g128": (128, 130), "i8m_g32": (32, 36), "i8m_g64": (64, 68),
+    "i8m_g128": (128, 132), "f8_g32": (32, 34), "f8_g64": (64, 66), "f8_g128": (128, 130),
 }  # fmt: skip
-FLOAT_FORMATS = frozenset({"f32", "f16", "bf16"})
+F8_FORMATS = frozenset({"f8_g32", "f8_g64", "f8_g128"})
+# Linears over these read float activations, over all others int8 ones.
+FLOAT_FORMATS = frozenset({"f32", "f16", "bf16"}) | F8_FORMATS
 # format -> byte offsets of the float16 scales in a block
 SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
     "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
-    "iq4_nl": (0,),
+    "iq4_nl": (0,), "i4_g64": (0,), "i4_g128": (0,), "i4m_g64": (0, 2), "i4m_g128": (0, 2),
+    "i8_g64": (0,), "i8_g128": (0,), "i8m_g32": (0, 2), "i8m_g64": (0, 2), "i8m_g128": (0, 2),
+    "f8_g32": (0,), "f8_g64": (0,), "f8_g128": (0,),
 }  # fmt: skip
 IQ4_NL_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
@@ -96,10 +104,12 @@ def dequantize(tensor: QTensor) -> F32:
 def is_finite(tensor: QTensor) -> bool:
     """True if no weight is NaN or infinite. Quantised formats are read at their scales only."""
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, BLOCK[tensor.format][1])
-    for start in range(0, len(blocks), _SCALES_AT_ONCE):
-        part = blocks[start : start + _SCALES_AT_ONCE]
+    step = _SCALES_AT_ONCE // (BLOCK[tensor.format][0] if tensor.format in FLOAT_FORMATS else 1)
+    for start in range(0, len(blocks), step):
+        part = blocks[start : start + step]
         if tensor.format in FLOAT_FORMATS:
-            found = [_UNPACK[tensor.format](part)]
+            with np.errstate(invalid="ignore"):  # an infinite scale times a zero
+                found = [_UNPACK[tensor.format](part)]
         else:
             found = [_half(part, at) for at in SCALE_OFFSETS[tensor.format]]
         if not all(np.isfinite(values).all() for values in found):
@@ -161,6 +171,27 @@ def _iq4_nl(b: U8) -> F32:
     return _half(b, 0) * IQ4_NL_VALUES[_bits(b[:, 2:], 16, (0, 4), 15)]
 
 
+def _i8m(b: U8) -> F32:
+    return _half(b, 0) * b[:, 4:].view(np.int8).astype(np.float32) + _half(b, 2)
+
+
+def _e4m3_values() -> F32:
+    """What the 256 codes of FP8 E4M3 stand for: 1 sign, 4 exponent (bias 7), 3 mantissa bits."""
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    significand = np.where(exponent > 0, 8 + mantissa, mantissa)
+    positive = significand * 2.0 ** (np.maximum(exponent, 1) - 10)
+    positive[127] = np.nan
+    return np.concatenate([positive, -positive]).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+
+
+def _f8(b: U8) -> F32:
+    return _half(b, 0) * E4M3_VALUES[b[:, 2:]]
+
+
 def _grouped(scale: F32, quants: F32, minimum: F32 | None = None) -> F32:
     """scale * quants - minimum, one scale (and minimum) for each equal group of a block."""
     groups = quants.reshape(len(quants), scale.shape[1], -1)
@@ -216,5 +247,7 @@ _UNPACK: dict[str, Callable[[U8], F32]] = {
     "f32": _f32, "f16": _f16, "bf16": _bf16,
     "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0,
     "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-    "iq4_nl": _iq4_nl,
+    "iq4_nl": _iq4_nl, "i4_g64": _q4_0, "i4_g128": _q4_0, "i4m_g64": _q4_1, "i4m_g128": _q4_1,
+    "i8_g64": _q8_0, "i8_g128": _q8_0, "i8m_g32": _i8m, "i8m_g64": _i8m, "i8m_g128": _i8m,
+    "f8_g32": _f8, "f8_g64": _f8, "f8_g128": _f8,
 }  # fmt: skip

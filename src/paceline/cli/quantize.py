@@ -1,0 +1,156 @@
+"""`paceline quantize`: write a model in fewer bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.options import Model
+
+if TYPE_CHECKING:
+    from paceline.quantize.base import Method
+    from paceline.quantize.recipe import Recipe
+    from paceline.quantize.run import Result
+
+UNBUILT_METHODS = ("gptq", "awq")
+
+
+def quantize(
+    model: Model,
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--out", help="A folder to write, or a file NAME.gguf.", show_default=False
+        ),
+    ],
+    fmt: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="int4, int8 or fp8 (into a folder); q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k or "
+            "q6_k (into a folder or a GGUF file).",
+        ),
+    ] = "int8",
+    group: Annotated[
+        str | None,
+        typer.Option(
+            "--group",
+            help="Weights that share a scale, of int4, int8 and fp8: 32, 64, 128 or channel. "
+            "Default: 64.",
+        ),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--sym/--asym",
+            help="One scale a group, or a scale and a minimum (int4, int8). Default: --sym.",
+        ),
+    ] = None,
+    embeddings: Annotated[
+        str,
+        typer.Option(
+            "--embeddings",
+            help="What embedding and head get: auto (8 bits beside int4, 6 beside K-quants), same "
+            "(as the other weights), or keep (as they are).",
+        ),
+    ] = "auto",
+    method: Annotated[
+        str, typer.Option("--method", help="How weights are rounded: rtn, to the nearest.")
+    ] = "rtn",
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Threads. Default: all of this process.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a model in fewer bytes a weight: decode reads them all for every token.
+
+    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB.
+    Norms and biases stay as they are. **Killed half way? Run the same command again**: it goes on
+    where it stopped. Weights that have few bits already lose more by a second rounding: begin with
+    a float model where you can.
+
+    **Examples**
+
+    - `paceline quantize ./Qwen2.5-0.5B --format int4 --group 64 -o qwen-int4`
+
+    - `paceline quantize model-f16.gguf --format q4_k -o model-q4_k.gguf`
+
+    - `paceline run ./qwen-int4 "Why is the sky blue?"`
+    """
+    from paceline.cli.loading import find_model
+    from paceline.cli.pull import ProgressBar
+    from paceline.cpu import resolve_num_threads
+    from paceline.quantize.formats import parse_target
+    from paceline.quantize.recipe import new_recipe
+    from paceline.quantize.run import quantize as write
+    from paceline.quantize.source import open_source
+    from paceline.quantize.staging import refuse_existing
+
+    chosen = find_method(method)
+    target = parse_target(fmt, group, symmetric)
+    refuse_existing(out, force)
+    source = open_source(find_model(model))
+    recipe = new_recipe(source, out, method=chosen.name, target=target, embeddings=embeddings)
+    with ProgressBar(out.name) as bar:
+        result = write(
+            source, out, recipe, chosen, num_threads=resolve_num_threads(threads)[0], force=force,
+            progress=bar.update,
+        )  # fmt: skip
+    facts = describe(recipe, result)
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        _print(facts)
+
+
+def find_method(name: str) -> Method:
+    """Return the method called `name`; raises ParameterError for one that is not built."""
+    from paceline.errors import ParameterError
+    from paceline.quantize.rtn import RoundToNearest
+
+    if name in UNBUILT_METHODS:
+        raise ParameterError(
+            f"method {name} is not supported yet: choose rtn, which needs no data", param="method"
+        )
+    if name != RoundToNearest.name:
+        raise ParameterError(f"method is {name!r}: choose rtn", param="method")
+    return RoundToNearest()
+
+
+def describe(recipe: Recipe, result: Result) -> dict[str, Any]:
+    """Return what was written, and what did not get the format that was asked for."""
+    from paceline.quantize.recipe import lossy_sources
+
+    return {
+        "path": str(result.path),
+        "bytes": result.num_bytes,
+        "source_bytes": result.source_bytes,
+        "resumed_tensors": result.num_resumed,
+        "rounded_before": lossy_sources(recipe),
+        **recipe.summary(),
+    }
+
+
+def _print(facts: dict[str, Any]) -> None:
+    from paceline.engine.memory import format_bytes
+
+    print(
+        f"{facts['path']}: {format_bytes(facts['bytes'])}, the source has "
+        f"{format_bytes(facts['source_bytes'])}"
+    )
+    for fmt, count in facts["bytes_by_format"].items():
+        print(f"  {fmt:9}{format_bytes(count)}")
+    by_note: dict[tuple[str, str], list[str]] = {}
+    for name, (fmt, note) in facts["exceptions"].items():
+        by_note.setdefault((fmt, note), []).append(name)
+    for (fmt, note), names in by_note.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"  {names[0]}{more}: {fmt} ({note})")
+    if facts["rounded_before"]:
+        kinds = ", ".join(facts["rounded_before"])
+        print(f"  the source had rounded weights ({kinds}): a float model would lose less")

@@ -1,0 +1,1 @@
+"""Fewer bytes a weight: models rewritten in a smaller format, tensor by tensor."""

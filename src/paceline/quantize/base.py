@@ -1,0 +1,30 @@
+"""Method: how float weights become the blocks of a format."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+
+class Blocks(Struct, frozen=True):
+    """A format of `weights/tensor.py`; with `by_row` all blocks of a row share one scale."""
+
+    format: str
+    by_row: bool = False
+
+
+class Method(Protocol):
+    """A way to choose codes and scales. One that calibrates is built with what it measured."""
+
+    name: str
+    needs_whole_matrix: bool  # else a matrix may come in runs of rows
+
+    def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
+        """Return the blocks [N, row_bytes] of `weight` [N, K], (rows of) the tensor `tensor`."""
+        ...

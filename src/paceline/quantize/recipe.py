@@ -1,0 +1,114 @@
+"""Recipe: what each tensor of a model becomes, decided before the first weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from paceline.errors import ParameterError
+from paceline.quantize.base import Blocks
+from paceline.quantize.formats import Target
+from paceline.quantize.source import Source
+from paceline.weights.tensor import BLOCK, FLOAT_FORMATS, StoredTensor
+
+EMBEDDING_CHOICES = ("auto", "same", "keep")
+
+
+class TensorRecipe(Struct, frozen=True):
+    """A tensor and its blocks; None: its bytes stay. `note` says why it is not as asked for."""
+
+    tensor: StoredTensor
+    blocks: Blocks | None
+    note: str = ""
+
+    @property
+    def format(self) -> str:
+        return self.tensor.format if self.blocks is None else self.blocks.format
+
+    @property
+    def num_bytes(self) -> int:
+        weights, block_bytes = BLOCK[self.format]
+        count = 1
+        for extent in self.tensor.shape:
+            count *= extent
+        return count // weights * block_bytes
+
+
+class Recipe(Struct, frozen=True, kw_only=True):
+    """A method, a target, and the tensors in the order of the file to write."""
+
+    method: str
+    target: Target
+    embeddings: str  # auto, same or keep
+    is_gguf: bool  # of the result: a GGUF file, else a folder
+    tensors: tuple[TensorRecipe, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """What config.json and the report say of it."""
+        formats: Counter[str] = Counter()
+        for tensor in self.tensors:
+            formats[tensor.format] += tensor.num_bytes
+        return {
+            "method": self.method, **asdict(self.target), "embeddings": self.embeddings,
+            "bytes_by_format": dict(formats.most_common()),
+            "exceptions": {t.tensor.name: [t.format, t.note] for t in self.tensors if t.note},
+        }  # fmt: skip
+
+
+def new_recipe(
+    source: Source, out: Path, *, method: str, target: Target, embeddings: str = "auto"
+) -> Recipe:
+    """Return the recipe for writing `source` to `out`; raises ParameterError if it cannot be."""
+    if embeddings not in EMBEDDING_CHOICES:
+        choices = ", ".join(EMBEDDING_CHOICES)
+        raise ParameterError(f"embeddings is {embeddings!r}: choose {choices}", param="embeddings")
+    is_gguf = out.suffix == ".gguf"
+    if is_gguf and target.is_grouped:
+        raise ParameterError(
+            f"a GGUF file cannot hold {target.format}: choose q8_0, q4_k, …, or name a folder with "
+            "-o",
+            param="out",
+        )
+    if is_gguf and (source.gguf is None or source.path.is_dir()):
+        raise ParameterError(
+            f"{source.path} is a folder, and a GGUF file is written from a GGUF file only: name a "
+            "folder with -o",
+            param="out",
+        )
+    tensors = tuple(_tensor_recipe(source, t, target, embeddings) for t in source.tensors.values())
+    return Recipe(
+        method=method, target=target, embeddings=embeddings, is_gguf=is_gguf, tensors=tensors
+    )
+
+
+def _tensor_recipe(
+    source: Source, tensor: StoredTensor, target: Target, embeddings: str
+) -> TensorRecipe:
+    is_embedding = tensor.name in source.embeddings
+    if not is_embedding and tensor.name not in source.linears:
+        return TensorRecipe(tensor, None)
+    if is_embedding and embeddings == "keep":
+        return TensorRecipe(tensor, None, "kept as it was, by --embeddings keep")
+    wanted = target.for_embedding() if is_embedding and embeddings == "auto" else target
+    blocks, note = wanted.fit(tensor.shape[-1])
+    if blocks is None:
+        return TensorRecipe(tensor, None, f"kept as it was: {note}")
+    if blocks.format == tensor.format and not blocks.by_row:
+        return TensorRecipe(tensor, None, "kept: it is in this format already")
+    if not note and wanted != target:
+        note = "embedding or head: an error there reaches every token"
+    return TensorRecipe(tensor, blocks, note)
+
+
+def lossy_sources(recipe: Recipe) -> dict[str, int]:
+    """Formats with few bits that the source has where the recipe rounds once more: tensors each."""
+    again = [
+        t.tensor.format
+        for t in recipe.tensors
+        if t.blocks is not None and t.tensor.format not in FLOAT_FORMATS
+    ]
+    return dict(Counter(again).most_common())

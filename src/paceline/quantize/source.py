@@ -1,0 +1,66 @@
+"""Source: the tensors of a model as its files name them, and what each is to the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from paceline.errors import UnsupportedModelError
+from paceline.models.base import EMBEDDING, HEAD, build_plan
+from paceline.weights.checkpoint import (
+    METADATA,
+    Checkpoint,
+    canonical_name,
+    find_family,
+    open_checkpoint,
+    open_gguf_folder,
+    text_name,
+)
+from paceline.weights.gguf import GGUF, open_gguf
+from paceline.weights.safetensors import open_folder
+from paceline.weights.tensor import StoredTensor
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """An opened model. `linears` and `embeddings` are stored names of the matrices of each kind."""
+
+    path: Path
+    checkpoint: Checkpoint
+    tensors: dict[str, StoredTensor]
+    linears: frozenset[str]
+    embeddings: frozenset[str]
+    gguf: GGUF | None  # None: a folder of Hugging Face files
+
+
+def open_source(path: Path) -> Source:
+    """Open a GGUF file or a folder. Raises as `open_checkpoint`; no weight is read."""
+    checkpoint = open_checkpoint(path)
+    gguf = None
+    if path.is_file():
+        gguf = open_gguf(path)
+    elif (path / METADATA).exists():
+        gguf = open_gguf_folder(path)
+    if gguf is None:  # what the model does not read (a vision tower, say) is left out
+        needed = checkpoint.tensors.keys()
+        stored = open_folder(path).tensors
+        canonical = {name: text_name(name) for name in stored if text_name(name) in needed}
+    else:
+        stored = gguf.tensors
+        arch = str(gguf.metadata["general.architecture"])
+        parts = find_family("GGUF_ARCHITECTURES", arch, str(path)).GGUF_NAMES
+        canonical = {name: canonical_name(name, parts) or "" for name in stored}
+    plan = build_plan(checkpoint.config)
+    linears = {name for op in plan.ops if op.name == "linear" for name in op.weights}
+    tables = {EMBEDDING, HEAD}
+    for name in canonical:
+        if stored[name].data is None:
+            raise UnsupportedModelError(
+                f"tensor {name!r} is in format {stored[name].format}, which cannot be read"
+            )
+    return Source(
+        path=path, checkpoint=checkpoint, gguf=gguf,
+        tensors={name: stored[name] for name in canonical},
+        linears=frozenset(n for n, known in canonical.items() if known in linears - tables),
+        embeddings=frozenset(n for n, known in canonical.items() if known in tables),
+    )  # fmt: skip

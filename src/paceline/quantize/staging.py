@@ -1,0 +1,154 @@
+"""Staging: the folder OUT.partial, where a result grows until it is whole and takes its place.
+
+A run that ends early leaves it there; the next run of the same work goes on where it stopped. The
+journal counts whole tensors only and is written after their bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedRandom
+from pathlib import Path
+from types import TracebackType
+
+from paceline.errors import OutputError, ParameterError
+
+_JOURNAL = "progress.json"
+
+
+class Staging:
+    """A context: holds OUT.partial for one process. `identity` says which work it is."""
+
+    def __init__(self, out: Path, *, identity: str, force: bool) -> None:
+        self.out = out
+        self.folder = out.with_name(f"{out.name}.partial")
+        self.num_done = 0  # tensors that an earlier run left
+        self._identity = identity
+        self._force = force
+        self._lock = -1
+
+    def __enter__(self) -> Staging:
+        refuse_existing(self.out, self._force)
+        with _explained(self.out):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.num_done = self._read_journal()
+        except BlockingIOError:
+            self._unlock()
+            raise OutputError(f"another run is writing {self.out}: wait for its end") from None
+        except OutputError:
+            self._unlock()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _read_journal(self) -> int:
+        """Tensors of the same work that are there; anything else in the folder is cleared."""
+        try:
+            journal = json.loads((self.folder / _JOURNAL).read_bytes())
+            if journal["identity"] == self._identity:
+                return int(journal["tensors"])
+        except FileNotFoundError:
+            if any(self.folder.iterdir()):
+                raise OutputError(
+                    f"{self.folder} is in the way, and no run of ours made it: move it away"
+                ) from None
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # a journal that cannot be read is worth nothing
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return 0
+
+    def note(self, num_tensors: int) -> None:
+        """Write down that so many tensors are on the disk."""
+        text = json.dumps({"identity": self._identity, "tensors": num_tensors})
+        beside = self.folder / f"{_JOURNAL}.new"
+        beside.write_text(text)
+        os.replace(beside, self.folder / _JOURNAL)
+
+    @contextmanager
+    def open_data(self, name: str, *, size: int, total: int) -> Iterator[BufferedRandom]:
+        """Yield the file `name`, cut to its first `size` bytes, positioned there.
+
+        Raises OutputError if the disk has no room for `total` bytes, now or later.
+        """
+        path = self.folder / name
+        with _explained(self.out):
+            if not (self.folder / _JOURNAL).exists():
+                self.note(0)
+            with path.open("r+b" if path.exists() else "w+b") as file:
+                file.truncate(size)
+                free = shutil.disk_usage(self.folder).free
+                if free < total - size:
+                    raise OutputError(
+                        f"{self.out} needs {total - size:,} more bytes, the disk has {free:,} "
+                        "free: make room and run the same command again"
+                    )
+                file.seek(size)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+
+    def finish(self, data_name: str | None = None) -> None:
+        """Put the result in its place: the folder, or its file `data_name` alone."""
+        (self.folder / _JOURNAL).unlink()
+        with _explained(self.out):
+            if data_name is not None:
+                os.replace(self.folder / data_name, self.out)
+                self.folder.rmdir()
+                return
+            old = self.out.with_name(f"{self.out.name}.old-{os.urandom(4).hex()}")
+            if self.out.exists():
+                os.rename(self.out, old)
+            os.rename(self.folder, self.out)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what was written: no later run could make a result of it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def refuse_existing(out: Path, force: bool) -> None:
+    """Raise ParameterError if `out` is there, unless `force` may replace it."""
+    if not out.exists():
+        return
+    if not force:
+        raise ParameterError(f"{out} exists: choose another name, or --force to replace it")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
+        raise ParameterError(f"{out} is no model folder: --force replaces only those")
+
+
+@contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    """Turn an OSError into an OutputError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"the disk is full while {out} is written: make room and run the same command "
+                "again, it goes on where it stopped"
+            ) from error
+        reason = error.strerror or str(error)
+        raise OutputError(f"{out} cannot be written ({reason}): choose another -o") from error

@@ -1,0 +1,104 @@
+"""`paceline quantize` as a process: its memory, a kill half way, and the model that it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.weights.gguf import open_gguf
+from tests.tiny import random_model, write_gguf, write_hf
+
+COMMAND = (sys.executable, "-c", "from paceline.cli.main import main; main()", "quantize")
+MB = 1 << 20
+# Runs the command in a process of its own and prints the most memory that it ever held, in KiB.
+WATCHED = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=600
+    )
+
+
+def peak_bytes(*arguments: object) -> int:
+    watched = [sys.executable, "-c", WATCHED, *COMMAND, *map(str, arguments)]
+    done = subprocess.run(watched, capture_output=True, text=True, check=True, timeout=600)
+    code, kib = done.stdout.split()
+    assert code == "0", done.stderr
+    return int(kib) * 1024
+
+
+def test_memory_is_bounded_whatever_the_model_takes(tmp_path: Path) -> None:
+    """Two models: what the large one has more (96 MB, 192 MB as floats) takes no memory."""
+    small = write_gguf(random_model(vocab_size=512, hidden=512), tmp_path / "s.gguf", fmt="f16")
+    base = peak_bytes(small, "--format", "q8_0", "-o", tmp_path / "small.gguf")
+    large_model = random_model(vocab_size=96 << 10, hidden=512, tie_word_embeddings=True)
+    large = write_gguf(large_model, tmp_path / "l.gguf", fmt="f16")
+    assert large.stat().st_size > 96 * MB
+    peak = peak_bytes(large, "--format", "q8_0", "-o", tmp_path / "large.gguf")
+    assert peak - base < 72 * MB
+    assert open_gguf(tmp_path / "large.gguf").tensors["token_embd.weight"].format == "q8_0"
+
+
+def test_a_killed_process_is_continued_by_the_same_command(tmp_path: Path) -> None:
+    model = random_model(vocab_size=80 << 10, hidden=1024, tie_word_embeddings=True)
+    source = write_gguf(model, tmp_path / "m.gguf", fmt="f16")
+    out, whole = tmp_path / "out.gguf", tmp_path / "whole.gguf"
+    arguments = [source, "--format", "q8_0", "--json", "-o"]
+    process = subprocess.Popen([*COMMAND, *map(str, [*arguments, out])])
+    journal, data = tmp_path / "out.gguf.partial" / "progress.json", "out.gguf.partial/out.gguf"
+    end = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < end:
+        is_noted = journal.exists() and json.loads(journal.read_bytes())["tensors"] > 0
+        if is_noted and (tmp_path / data).exists():
+            os.kill(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    if process.wait() == 0:
+        pytest.skip("the process ended before it could be killed")
+    assert not out.exists()
+    facts = json.loads(run(*arguments, out).stdout)
+    assert facts["resumed_tensors"] > 0
+    run(*arguments, whole)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_the_written_folder_answers_and_is_described(tmp_path: Path) -> None:
+    source = write_hf(random_model("qwen2", vocab_size=320), tmp_path / "m", fmt="bf16")
+    done = run(source, "--format", "int4", "--asym", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "i4m_g64" in done.stdout
+    assert "an error there reaches every token" in done.stdout
+    from paceline import LLM, SamplingParams
+
+    with LLM(str(tmp_path / "out")) as llm:
+        params = SamplingParams(temperature=0, max_tokens=5)
+        assert llm.generate(["ab"], params)[0].outputs[0].token_ids
+    info = subprocess.run(
+        [*COMMAND[:3], "info", str(tmp_path / "out"), "--json"], capture_output=True, check=True
+    )
+    assert "i4m_g64" in json.loads(info.stdout)["weight_bytes_by_format"]
+
+
+def test_bad_arguments_end_with_one_line_and_no_file(tmp_path: Path) -> None:
+    source = write_gguf(random_model(), tmp_path / "m.gguf")
+    for arguments, message in (
+        (["--method", "gptq"], "method gptq is not supported yet"),
+        (["--format", "int4", "--group", "100"], "group is '100'"),
+        (["--format", "q4_k", "--group", "64"], "q4_k has groups of its own"),
+    ):
+        done = run(source, *arguments, "-o", tmp_path / "out")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"paceline: {message}")
+    assert os.listdir(tmp_path) == ["m.gguf"]
