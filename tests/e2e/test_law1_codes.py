@@ -98,7 +98,7 @@ def test_a_round_trip_through_the_disk_gives_the_same_bits(path, tmp_path, kv_dt
             path, kv_dtype, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
             kv_tier=f"disk:path={tmp_path},size=64M",
         )  # fmt: skip
-        engine._cache._tier._store.settle()
+        engine._cache._tier._levels[-1].store.settle()
         assert run(engine, schedule) == [alone(path, job, kv_dtype) for job in schedule]
         num_restored += engine.stats().num_blocks_restored
         num_preempted += engine.stats().num_preemptions
