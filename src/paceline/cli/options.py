@@ -130,8 +130,9 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "kv_tier": (
         Annotated[
             str | None,
-            _engine("--kv-tier", "Where blocks of the prefix cache go when the KV cache is full, "
-                    "and stay after the end: disk:path=DIR,size=4G."),
+            _engine("--kv-tier", "Where blocks of the prefix cache go when the KV cache is full: "
+                    "disk:path=DIR,size=4G, where they also stay after the end; "
+                    "host:size=2G, other memory; host:…+disk:… for one before the other."),
         ],
         None,
     ),

@@ -27,6 +27,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_prefix_hit: int = 0  # and found there
     num_blocks_stored: int = 0  # handed to the KV tier
     num_blocks_restored: int = 0  # and read from it
+    num_forced_tokens: int = 0  # chosen without a step of their own: a structure left no choice
     speculation: SpecStats | None = None  # None: off
 
     @property
@@ -43,10 +44,10 @@ class EngineStats(Struct, frozen=True, kw_only=True):
         return replace(self, **sums, speculation=speculation)
 
 
-_TOTALS = (
-    "num_preemptions", "num_steps", "num_generated_tokens", "num_prefix_queried", "num_prefix_hit",
-    "num_blocks_stored", "num_blocks_restored",
-)  # fmt: skip
+_FIELDS = EngineStats.__struct_fields__
+_TOTALS = tuple(
+    name for name in _FIELDS[_FIELDS.index("num_preemptions") :] if name != "speculation"
+)
 NO_ENGINE = EngineStats(
     num_running=0, num_waiting=0, num_free_blocks=0, num_live_blocks=0, num_cached_blocks=0,
     num_blocks=0, num_preemptions=0, num_steps=0, num_generated_tokens=0,

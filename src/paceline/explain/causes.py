@@ -50,6 +50,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     num_calls: int  # that have the metric
     prompt_tokens: float  # means over the calls near the percentile
     cached_tokens: float  # of the prompts, found in the prefix cache
+    repeated_tokens: float  # of the prompts, as an earlier one began, and not found
     context_tokens: float
 
     @property
@@ -125,6 +126,7 @@ def _at(ranked: Sequence[tuple[float, CallFacts]], metric: Metric, percentile: i
         num_calls=len(ranked),
         prompt_tokens=_mean(call.prompt_tokens for call in near),
         cached_tokens=_mean(call.cached_tokens for call in near),
+        repeated_tokens=_mean(call.recomputed_tokens for call in near),
         context_tokens=_mean(call.prompt_tokens + call.completion_tokens / 2 for call in near),
     )
 

@@ -260,6 +260,8 @@ class Call(Struct, eq=False, kw_only=True):
         if num_drafted := sum(t.num_drafted for t in timings):
             figures["drafted_tokens"] = num_drafted
             figures["accepted_tokens"] = sum(t.num_accepted for t in timings)
+        if num_forced := sum(t.num_forced for t in timings):
+            figures["forced_tokens"] = num_forced
         return figures
 
 

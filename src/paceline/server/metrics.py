@@ -79,6 +79,11 @@ class Metrics:
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit),
             ("paceline:kv_tier_blocks_stored", "KV blocks stored.", stats.num_blocks_stored),
             ("paceline:kv_tier_blocks_restored", "And restored.", stats.num_blocks_restored),
+            (
+                "paceline:forced_tokens",
+                "Tokens chosen without a step, for a structure left no choice.",
+                stats.num_forced_tokens,
+            ),
         ):
             yield self._counter(name, help_text, {(): total})
         if stats.speculation is not None:
