@@ -168,10 +168,10 @@ class Models:
 
     def _no_room(self, entry: Entry, lack: int) -> ApiError:
         busy = [e.name for e in self.entries if e.served is not None and not e.is_idle]
-        holders = f"{', '.join(busy)} answer calls and keep" if busy else "other programs have"
+        holders = f"models that answer calls ({', '.join(busy)})" if busy else "other programs"
         return ApiError(
             503, f"{entry.name} needs {format_bytes(entry.need.num_bytes)} of memory, "
-            f"{format_bytes(lack)} more than is left: {holders} the rest; try again later, or "
+            f"{format_bytes(lack)} more than is left; {holders} have the rest: try again later, or "
             "raise --model-memory",
             code="model_memory", retry_after_s=_RETRY_S,
         )  # fmt: skip
