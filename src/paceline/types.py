@@ -226,6 +226,7 @@ class Timings(Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_drafted: int = 0  # tokens that speculation guessed
     num_accepted: int = 0  # and those that were right
+    num_forced: int = 0  # tokens that a structure forced: they took no step of their own
 
 
 class Delta(Struct, frozen=True, kw_only=True):

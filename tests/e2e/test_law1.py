@@ -7,6 +7,8 @@ import struct
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,12 +18,22 @@ from paceline.completion import ChoiceBuilder
 from paceline.config import EngineConfig
 from paceline.engine.build import load_model
 from paceline.engine.engine import Engine
-from paceline.types import Delta, Request, SamplingParams
+from paceline.structured.grammar import GrammarState
+from paceline.structured.grammars import Grammars
+from paceline.types import Delta, Request, SamplingParams, Structured
 from tests.tiny import random_model, write_gguf
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # K and V, layers, KV heads, head size, f32, tokens
 FORMATS = ("f32", "q4_0", "q8_0")
 MAX_STEPS = 5000
+STRUCTURES = (
+    Structured(regex=r"(yes|no), [a-z]{1,4} and so on[.!]+"),
+    Structured(choice=("certainly not", "certainly", "perhaps")),
+    Structured(json_schema={
+        "type": "object", "properties": {"ok": {"type": "boolean"}, "id": {"type": "integer"}},
+        "required": ["ok", "id"], "additionalProperties": False,
+    }),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,14 @@ def model_path(folder: Path, fmt: str) -> Path:
     return write_gguf(random_model("llama", seed=11), folder / f"{fmt}.gguf", fmt=fmt)
 
 
+_grammars_of: WeakKeyDictionary[Engine, Grammars] = WeakKeyDictionary()
+
+
 def make_engine(path: Path, **options) -> Engine:
     options = {"kv_memory_bytes": 400 * BLOCK_BYTES, **options}
-    return load_model(str(path), EngineConfig(kv_dtype="f32", **options)).engine
+    loaded = load_model(str(path), EngineConfig(kv_dtype="f32", **options))
+    _grammars_of[loaded.engine] = loaded.grammars
+    return loaded.engine
 
 
 def answers_of(builders: list[ChoiceBuilder]) -> list[Answer]:
@@ -76,9 +93,11 @@ def run(engine: Engine, jobs: list[Job]) -> list[list[Answer]]:
     for step in range(MAX_STEPS):
         for number, job in enumerate(jobs):
             if job.arrives_at == step:
+                structured = job.params.structured
                 request = Request(
                     id=str(number), prompt_token_ids=job.prompt, params=job.params,
                     arrival_ns=step, cache_salt=job.salt,
+                    grammar=structured and _grammars_of[engine].compile(structured),
                 )  # fmt: skip
                 engine.submit(request, lambda delta, number=number: sink(number, delta))
             if job.aborted_after is not None and job.arrives_at + job.aborted_after == step:
@@ -99,7 +118,10 @@ _solo_engines: dict[Path, Engine] = {}
 
 
 def alone(path: Path, job: Job) -> list[Answer]:
-    """Return what the job gets with the engine to itself: one thread, whole prompts, no cache."""
+    """Return what the job gets with the engine to itself: one thread, whole prompts, no cache.
+
+    Tokens that its structure forces take a step each.
+    """
     job = replace(job, arrives_at=0, aborted_after=None, salt="")
     key = (path, repr(job))
     if key not in _alone:
@@ -107,7 +129,8 @@ def alone(path: Path, job: Job) -> list[Answer]:
             _solo_engines[path] = make_engine(
                 path, num_threads=1, max_batched_tokens=256, prefix_cache=False
             )
-        _alone[key] = run(_solo_engines[path], [job])[0]
+        with patch.object(GrammarState, "forced", lambda self, limit: []):
+            _alone[key] = run(_solo_engines[path], [job])[0]
     return _alone[key]
 
 
@@ -125,6 +148,7 @@ params = st.builds(
     n=st.sampled_from([1, 1, 1, 2, 3]),
     logprobs=st.sampled_from([0, 2]),
     ignore_eos=st.just(True),
+    structured=st.sampled_from([None, None, None, *STRUCTURES]),
 )
 # Prompts of two families, cut anywhere and ended by some tokens of their own: they share beginnings
 # of any length, and are of other tokens at any place.
@@ -210,8 +234,16 @@ def test_the_next_turn_of_a_conversation_hits_on_the_answer(folder):
     engine.stop(5)
 
 
-def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
-    """A pool of ten blocks, so that nearly all goes to disk; every other engine is a new one."""
+@pytest.mark.parametrize("spec", [
+    "disk:path={},size=64M",
+    "host:size=8M",
+    f"host:size={20 * BLOCK_BYTES}+disk:path={{}},size=64M",
+])  # fmt: skip
+def test_a_round_trip_through_a_tier_gives_the_same_bits(folder, tmp_path, spec):
+    """A pool of ten blocks, so that nearly all goes to the tier; every other engine is a new one.
+
+    With both tiers most of it goes on from memory to disk, and comes back from either.
+    """
     path = model_path(folder, "q8_0")
     rng = random.Random(1)
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -221,19 +253,23 @@ def test_a_round_trip_through_the_disk_gives_the_same_bits(folder, tmp_path):
             arrives_at=rng.randrange(30))
         for _ in range(24)
     ]  # fmt: skip
-    num_restored = 0
+    num_restored, used = 0, set()
     for _ in range(4):
         engine = make_engine(
             path, num_threads=2, max_batched_tokens=33, kv_memory_bytes=10 * BLOCK_BYTES,
-            kv_tier=f"disk:path={tmp_path},size=64M",
+            kv_tier=spec.format(tmp_path),
         )  # fmt: skip
-        engine._cache._tier._store.settle()
+        if "disk" in spec:
+            engine._cache._tier._levels[-1].store.settle()
         for _ in range(2):
             assert run(engine, jobs) == [alone(path, job) for job in jobs]
         num_restored += engine.stats().num_blocks_restored
+        levels = engine._cache._tier._levels
+        used |= {type(level.store) for level in levels if level.restore_s}
         engine.stop(5)
         rng.shuffle(jobs)
     assert num_restored > 50
+    assert len(used) == spec.count("size")  # every store gave blocks back
 
 
 def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
@@ -244,10 +280,23 @@ def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
             EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",
                          kv_memory_bytes=40 * BLOCK_BYTES),
         ).engine  # fmt: skip
-        engine._cache._tier._store.settle()
+        engine._cache._tier._levels[-1].store.settle()
         run(engine, [job])
         assert engine.stats().num_prefix_hit == 0
         engine.stop(5)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=["regex", "choice", "schema"])
+def test_forced_tokens_save_steps_and_give_the_same_bits(folder, structure):
+    path = model_path(folder, "q4_0")
+    params = SamplingParams(
+        max_tokens=40, temperature=1, seed=3, logprobs=3, structured=structure, n=2
+    )
+    schedule = [Job(tuple(range(i, i + 20)), params, arrives_at=i) for i in range(3)]
+    engine = make_engine(path, num_threads=2, kv_memory_bytes=9 * BLOCK_BYTES)
+    assert run(engine, schedule) == [alone(path, job) for job in schedule]
+    assert engine.stats().num_forced_tokens > 20
+    engine.stop(5)
 
 
 def test_a_tiny_pool_preempts_and_still_gives_the_same_bits(folder):

@@ -197,7 +197,7 @@ def test_stored_blocks_that_went_bad_are_computed_again(path, uncached, tmp_path
     assert scored(server, prompt) == (expected, 0)
     for n in range(4):
         scored(server, ids(300, seed=10 + n))
-    server.engine._cache._tier._store.settle()
+    server.engine._cache._tier._levels[-1].store.settle()
     files = [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size > 100]
     assert len(files) > 12
     for file in files:

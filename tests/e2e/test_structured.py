@@ -149,6 +149,23 @@ def test_the_ledger_names_the_grammar(server):
     assert usage["paceline"]["parts_ms"]["grammar"] > 0
 
 
+def test_forced_tokens_are_counted_and_take_no_step(server):
+    before = server.engine.stats()
+    usage = server.complete(
+        "a", structured_outputs={"regex": "[ab] and no more than that[.]{2,3}"}, timings=True,
+        max_tokens=40,
+    )["usage"]  # fmt: skip
+    after = server.engine.stats()
+    num_forced = usage["paceline"]["forced_tokens"]
+    assert num_forced >= 15
+    assert after.num_forced_tokens - before.num_forced_tokens == num_forced
+    assert after.num_steps - before.num_steps == usage["completion_tokens"] - num_forced
+    metrics = server.client.get("/metrics").text
+    assert re.search(rf"^paceline:forced_tokens_total{{.*}} {after.num_forced_tokens}.0$", metrics,
+                     re.MULTILINE)  # fmt: skip
+    assert "spec_decode" not in metrics
+
+
 def test_continuous_usage_counts_up_in_every_chunk(server):
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = server.stream(COMPLETIONS, prompt="a", temperature=0, max_tokens=5,

@@ -121,9 +121,12 @@ def test_string_arrays_index_slice_and_survive_bad_utf8(tmp_path: Path) -> None:
 def test_a_file_with_150000_tokens_opens_in_milliseconds(tmp_path: Path) -> None:
     tokens = [f"token {i}" for i in range(150_000)]
     path = write(tmp_path, gguf_bytes({"tokens": tokens, "merges": tokens}, {}))
-    begin = time.perf_counter()
-    file = open_gguf(path)
-    assert time.perf_counter() - begin < 0.1
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        file = open_gguf(path)
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.1  # 300,000 strings read one by one take longer at any time
     assert file.metadata["merges"][149_999] == "token 149999"
 
 

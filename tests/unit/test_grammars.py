@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 
 import numpy as np
@@ -81,6 +82,39 @@ def test_a_structure_allows_its_texts_and_no_others(grammars, structured, good, 
     grammar = grammars.compile(structured)
     assert [text for text in good if not accepts(grammar, text)] == []
     assert [text for text in bad if accepts(grammar, text)] == []
+
+
+def test_what_is_forced_is_all_that_the_masks_allow_and_no_more_is_allowed_than_that(grammars):
+    """Along texts chosen at random: each forced token is the only one in its mask."""
+    rng = random.Random(3)
+    num_forced = num_steps = 0
+    schema = Structured(json_schema={**SCHEMA, "required": ["b"]})
+    for structured in (schema, Structured(choice=("certainly", "certainly not", "no"))) * 20:
+        state = grammars.compile(structured).start(may_end_early=True)
+        is_over, forced = False, []
+        while not is_over:
+            choices = sorted(allowed(state))
+            if not forced:
+                forced = state.forced(rng.choice([1, 3, 60]))
+                assert allowed(state) == set(choices)  # asking changes nothing
+            if forced:
+                assert choices == [forced.pop(0)]
+                num_forced += 1
+            token_id = rng.choice(choices)
+            is_over = token_id == EOS or state.commit(token_id)
+            num_steps += 1
+            assert not (is_over and forced)
+    assert num_forced > num_steps / 4
+
+
+def test_a_token_that_ends_the_answer_is_not_told_as_forced(grammars):
+    state = grammars.compile(Structured(choice=("no, never",))).start(may_end_early=True)
+    text = bytes(state.forced(60))
+    assert text == b"no, neve"
+    for token_id in text:
+        state.commit(token_id)
+    assert allowed(state) == {ord("r")}
+    assert state.forced(60) == []
 
 
 def test_blanks_between_the_parts_of_json_are_bounded(grammars):

@@ -1,4 +1,4 @@
-"""The second tier: blocks on disk, what breaks them, who may write, and when they are worth it."""
+"""Blocks on disk: what breaks them, who may write, and when they are worth it."""
 
 from __future__ import annotations
 
@@ -201,28 +201,28 @@ class Clock:
 
 def test_what_is_slower_to_restore_than_to_compute_is_computed_but_not_for_ever(tmp_path):
     store = open_store(tmp_path)
-    tier = KVTier(store, Blocks(), clock=Clock(step_s=1.0))
+    tier = KVTier([store], Blocks(), clock=Clock(step_s=1.0))
     for number in (1, 2):
         tier.store(number, key(number), TOKENS)
         store.settle()
     keys = [key(1), key(2), key(3)]
     assert tier.num_worth_restoring(keys, 16) == 2  # nothing is known yet
-    data = tier.load(keys[:2], [TOKENS, TOKENS])  # one second for two blocks
+    data = tier.load(keys[:2], [TOKENS, TOKENS])  # a second for each
     np.testing.assert_array_equal(data, np.stack([block(1), block(2)]))
     tier.observe(512, 512 * 0.1)
-    assert tier.num_worth_restoring(keys, 16) == 2  # 0.5 s against 1.6 s a block
+    assert tier.num_worth_restoring(keys, 16) == 2  # 1 s against 1.6 s a block
     for _ in range(30):
         tier.observe(512, 512 * 0.01)
-    assert tier.num_worth_restoring(keys, 16) == 0  # 0.5 s against 0.16 s
+    assert tier.num_worth_restoring(keys, 16) == 0  # 1 s against 0.16 s
     assert 2 in {tier.num_worth_restoring(keys, 16) for _ in range(40)}
     tier.close(5)
 
 
 def test_a_block_that_is_stored_is_not_written_again(tmp_path):
     store = open_store(tmp_path)
-    tier = KVTier(store, Blocks())
+    tier = KVTier([store], Blocks())
     for _ in range(3):
-        assert tier.store(1, key(1), TOKENS)
+        tier.store(1, key(1), TOKENS)
         store.settle()
     assert tier.num_stored == 1
     tier.close(5)
@@ -237,6 +237,13 @@ def test_a_block_that_is_stored_is_not_written_again(tmp_path):
         ("disk:path=x,size=1G,speed=2", "speed"),
         ("disk:path=x,size=lots", "lots"),
         ("disk:path=x,size=1K", "1024"),
+        ("host:size=1K", "host KV tier is 1024"),
+        ("host:path=x,size=1G", "path"),
+        ("host:size=1T", "memory are free"),
+        ("host", "size"),
+        ("disk:path=x,size=1G+host:size=1M", "known is"),
+        ("host:size=1M+host:size=1M", "known is"),
+        ("host:size=1M+tape:path=x", "tape"),
     ],
 )
 def test_a_bad_spec_is_refused_by_name(tmp_path, monkeypatch, spec, named):

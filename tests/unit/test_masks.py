@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -47,6 +48,10 @@ class CycleState:
         mask[:] = 0
         for i in self._cycle.sets[self._place]:
             mask[i // 32] |= np.uint32(1 << i % 32)
+
+    def forced(self, limit: int) -> list[int]:
+        ahead = takewhile(lambda ids: len(ids) == 1, self._cycle.sets[self._place : -1])
+        return [ids[0] for ids in ahead][:limit]
 
     def commit(self, token_id: int) -> bool:
         if token_id not in self._cycle.sets[self._place]:
@@ -190,9 +195,8 @@ def test_a_structure_without_its_grammar_is_refused():
 
 
 def test_the_wait_for_masks_is_the_grammars_part_of_the_ledger():
-    engine = make_engine(recorder=StepRecorder(), clock=None)
     ticks = iter(range(1, 10**6))
-    engine._clock = lambda: next(ticks) * 1_000_000
+    engine = make_engine(recorder=StepRecorder(), clock=lambda: next(ticks) * 1_000_000)
     answers = Answers()
     engine.submit(structured("a", Cycle("ab", "cd")), answers)
     engine.submit(make_request("plain"), plain := Answers())

@@ -379,7 +379,7 @@ def test_a_wrong_entry_is_found_by_the_check():
 
 
 def settle(cached: Cached) -> None:
-    cached.engine._cache._tier._store.settle()
+    cached.engine._cache._tier._levels[-1].store.settle()
 
 
 def test_what_memory_gave_up_comes_back_from_disk(tmp_path):
@@ -393,6 +393,20 @@ def test_what_memory_gave_up_comes_back_from_disk(tmp_path):
     assert cached.engine.stats().num_blocks_restored == 5
     alone = run(make_engine(), make_request("a", (*prompts["a"], 1), GREEDY))
     assert answers["a", 0].outcome() == alone["a", 0].outcome()
+    cached.engine.stop()
+
+
+def test_what_memory_gave_up_comes_back_from_host_and_then_lies_in_one_place():
+    cached = Cached(num_blocks=6, max_model_len=96, kv_tier="host:size=1M")
+    prompts = {i: tokens(80, begin=n) for n, i in enumerate("abc")}
+    for i in "abcabc":
+        answers = cached.run(make_request(i, (*prompts[i], 1), GREEDY))
+    assert cached_tokens(answers, "c") == 80
+    assert cached.engine.stats().num_blocks_restored == 15
+    host = cached.engine._cache._tier._levels[0].store
+    assert not any(key in host for key in cached.engine._cache._by_hash)
+    alone = run(make_engine(), make_request("c", (*prompts["c"], 1), GREEDY))
+    assert answers["c", 0].outcome() == alone["c", 0].outcome()
     cached.engine.stop()
 
 

@@ -38,6 +38,8 @@ class Schedule:
 class DictStore(dict[bytes, Any]):
     """A store that a tier writes to at once."""
 
+    is_lasting = False
+
     def put(self, key: bytes, tokens: bytes, block: Any, *, wait_s: float = 0.0) -> bool:
         self[key] = (tokens, block.copy())
         return True
@@ -155,7 +157,7 @@ def play(schedule: Schedule, **options: Any) -> tuple[Engine, Answers, set[str]]
     engine = make_engine(max_model_len=MAX_LEN, **schedule.engine, **options)
     if schedule.has_tier:
         assert engine._cache is not None
-        engine._cache._tier = KVTier(DictStore(), engine._backend)  # type: ignore[arg-type]
+        engine._cache._tier = KVTier([DictStore()], engine._backend)  # type: ignore[arg-type]
     answers = Answers()
     pending = list(schedule.arrivals)
     aborted: set[str] = set()

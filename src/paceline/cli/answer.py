@@ -53,7 +53,8 @@ def measure(loaded: LoadedModel, choice: Choice) -> dict[str, Any]:
         assert loaded.config.num_threads is not None
         model = loaded.checkpoint.config
         num_gaps = choice.usage.completion_tokens - 1
-        num_steps = max(num_gaps - choice.timings.num_accepted, 1)  # a right draft saves its step
+        num_saved = choice.timings.num_accepted + choice.timings.num_forced
+        num_steps = max(num_gaps - num_saved, 1)  # a right draft saves its step
         mean_context = choice.usage.prompt_tokens + choice.usage.completion_tokens / 2
         timings["bandwidth_fraction"] = bandwidth_fraction(
             weight_bytes=decode_weight_bytes(model, loaded.checkpoint.tensors),

@@ -23,6 +23,14 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        help="Catalogue names (see `paceline list`), GGUF files, folders of HF safetensors, or hub "
+        "ids. The first is loaded at the start, others at their first request.",
+        show_default=False,
+    ),
+]
 ChatTemplateFile = Annotated[
     str | None,
     typer.Option(
@@ -116,8 +124,9 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "kv_tier": (
         Annotated[
             str | None,
-            _engine("--kv-tier", "Where blocks of the prefix cache go when the KV cache is full, "
-                    "and stay after the end: disk:path=DIR,size=4G."),
+            _engine("--kv-tier", "Where blocks of the prefix cache go when the KV cache is full: "
+                    "disk:path=DIR,size=4G, where they also stay after the end; "
+                    "host:size=2G, other memory; host:…+disk:… for one before the other."),
         ],
         None,
     ),

@@ -6,23 +6,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from paceline.backends.base import F32, Backend
+from paceline.backends.base import Backend
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_grammar, check_ids, check_length, check_pin
 from paceline.engine.choices import ChoiceMaker, Tokenizer
+from paceline.engine.chooser import Chooser
 from paceline.engine.live import Live, LiveRequests, Sink
 from paceline.engine.masks import Masks
 from paceline.engine.pins import Unpin
 from paceline.engine.prefix_cache import open_cache
 from paceline.engine.recorder import NoRecorder, Recorder
-from paceline.engine.sampler import Sampler, token_logprob
+from paceline.engine.sampler import Sampler
 from paceline.engine.scheduler import Schedule, Scheduler
-from paceline.engine.sequence import Sequence, State
+from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.base import Pace, Proposer
-from paceline.engine.speculation.verify import follow, root_rows
+from paceline.engine.speculation.verify import root_rows
 from paceline.engine.stats import EngineStats, StepStats
 from paceline.engine.step import StepBuilder, step_limits
 from paceline.errors import PacelineError, ParameterError
@@ -30,6 +32,8 @@ from paceline.policies.base import load_policy
 from paceline.types import Request
 
 if TYPE_CHECKING:
+    from paceline.engine.speculation.forced import Forcing
+    from paceline.engine.speculation.rows import DraftRows
     from paceline.engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
@@ -40,7 +44,8 @@ class Engine:
 
     `submit`, `abort` and `stats` may be called from any thread. Everything else happens on one
     thread: the engine's own between `start` and `stop`, or the caller of `step`. An exception in
-    a step fails the sequences of that step only.
+    a step fails the sequences of that step only. The engine's own thread enters `turns` around
+    each step.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Engine:
         pace: Pace | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         identity: str = "",
+        turns: AbstractContextManager[int] | None = None,
     ) -> None:
         self.last_step = StepStats()
         self.max_model_len = max_model_len
@@ -81,11 +87,11 @@ class Engine:
         )
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
-        self._sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
+        sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
         self._masks = Masks(vocab_size=self._vocab_size, max_rows=limits.max_logit_rows)
         self._maker = ChoiceMaker(
             tokenizer=tokenizer,
-            sampler=self._sampler,
+            sampler=sampler,
             eos_ids=known_eos_ids,
             seed=config.seed,
             max_len=min(max_model_len, self._num_pool_tokens),
@@ -94,9 +100,8 @@ class Engine:
         if proposer is not None:
             from paceline.engine.speculation.speculator import create_speculator
 
-            self._speculator = create_speculator(
-                proposer, pace, self._pool, config, backend.copy_slots, clock
-            )
+            self._speculator = create_speculator(proposer, pace, self._draft_rows(), clock)
+        self._forcing: Forcing | None = None  # from the first structure on
         self._requests = LiveRequests(
             recorder=self._recorder,
             masks=self._masks,
@@ -104,7 +109,17 @@ class Engine:
             remove=self._remove,
             on_gone=self._free_id,
         )
-        self._num_steps = self._num_generated = 0
+        self._chooser = Chooser(
+            sampler=sampler,
+            masks=self._masks,
+            requests=self._requests,
+            scheduler=self._scheduler,
+            recorder=self._recorder,
+            clock=clock,
+        )
+        self._turns = nullcontext(0) if turns is None else turns
+        self._turn_ns = 0  # how long the turn of the step was waited for
+        self._num_steps = 0
         self._wakeup = threading.Condition()  # guards all below
         self._num_requests = self._num_sequences = 0
         self._inbox: list[Live | Unpin | str] = []  # submissions, pins to drop, ids to abort
@@ -202,7 +217,8 @@ class Engine:
             num_blocks=self._pool.num_blocks,
             num_preemptions=self._scheduler.num_preemptions,
             num_steps=self._num_steps,
-            num_generated_tokens=self._num_generated,
+            num_generated_tokens=self._chooser.num_generated,
+            num_forced_tokens=0 if self._forcing is None else self._forcing.num_tokens,
             speculation=None if self._speculator is None else self._speculator.stats,
             **({} if self._cache is None else self._cache.figures()),
         )
@@ -241,6 +257,7 @@ class Engine:
             self._read_inbox()
         start_ns = self._clock()
         schedule = self._scheduler.schedule(start_ns)
+        schedule.turn_ns = self._turn_ns
         if not schedule.chunks:
             return False
         try:
@@ -269,7 +286,8 @@ class Engine:
                 if self._is_stopping:
                     break
             try:
-                self.step()
+                with self._turns as self._turn_ns:
+                    self.step()
             except Exception as error:
                 log.exception("the engine failed between steps")
                 self._requests.fail_all(f"the engine failed: {error}")
@@ -284,11 +302,26 @@ class Engine:
             elif isinstance(item, Live):
                 self._requests.add(item)
                 self._scheduler.add(item.sequences[0])
+                if item.request.grammar is not None and self._forcing is None:
+                    self._forcing = self._new_forcing()
             elif self._cache is not None:
                 self._cache.pins.drop(item.name)
 
+    def _draft_rows(self) -> DraftRows:
+        from paceline.engine.speculation.rows import DraftRows
+
+        return DraftRows(self._pool, self._config, self._backend.copy_slots)
+
+    def _new_forcing(self) -> Forcing:
+        from paceline.engine.speculation.forced import Forcing
+
+        return Forcing(self._draft_rows(), self._clock)
+
     def _run(self, schedule: Schedule) -> None:
         clock, recorder, speculator = self._clock, self._recorder, self._speculator
+        forcing = self._forcing
+        if forcing is not None:
+            forcing.extend(schedule)
         if speculator is not None:
             speculator.extend(schedule)
         scheduled_ns = clock()
@@ -309,22 +342,9 @@ class Engine:
             work_ns=min(max(output.end_ns, built_ns), forward_ns) if output.end_ns else forward_ns,
             forward_ns=forward_ns,
         )
-        self._score(schedule, output.logits)
-        for seq, n in schedule.chunks:
-            seq.num_computed += n if seq.draft is None else n - len(seq.draft.tokens)
-        if any(seq.siblings for seq in seqs):
-            seqs, rows = self._fork(seqs, rows)
-        masks, mask_rows = self._masks.wait(seqs, rows)
-        if masks is not None:
-            recorder.masked(clock())
-        ids, details = self._sampler.sample(
-            output.logits, rows, [seq.sampler for seq in seqs], masks, mask_rows
-        )
-        sampled_ns = clock()
-        recorder.sampled(seqs, sampled_ns)
-        following = follow(seqs, rows, ids) if schedule.num_drafted else []
-        self._commit(seqs, ids, details, sampled_ns)
-        self._verify(output.logits, following)
+        sampled_ns = self._chooser.choose(schedule, seqs, rows, output.logits)
+        if forcing is not None:
+            forcing.settle()
         if speculator is not None:
             speculator.settle(schedule, (clock() - schedule.start_ns - schedule.draft_ns) / 1e9)
         end_ns = clock()
@@ -341,80 +361,6 @@ class Engine:
             sample_s=(sampled_ns - forward_ns) / 1e9,
             commit_s=(end_ns - sampled_ns) / 1e9,
         )
-
-    def _score(self, schedule: Schedule, logits: F32) -> None:
-        """Keep the log-probabilities of the prompts that want them; their rows are the last."""
-        wanted = [(seq, seq.unscored(n)) for seq, n in schedule.chunks if not seq.is_scored]
-        row = len(logits) - sum(len(positions) for _, positions in wanted)
-        for seq, positions in wanted:
-            rows = list(range(row, row + len(positions)))
-            row += len(positions)
-            token_ids = [seq.token_ids[p + 1] for p in positions]
-            num_top = seq.request.params.prompt_logprobs
-            assert seq.scores is not None
-            assert num_top is not None
-            seq.scores += self._sampler.score(logits, rows, token_ids, num_top)
-
-    def _verify(self, logits: F32, following: list[tuple[Sequence, int]]) -> None:
-        """Choose the tokens after those that drafts foresaw, from the drafts' rows."""
-        while following := [pair for pair in following if pair[0].state is State.RUNNING]:
-            seqs, rows = [seq for seq, _ in following], [row for _, row in following]
-            begin_ns = self._clock()
-            self._masks.begin(seqs, rows)
-            masks, mask_rows = self._masks.wait(seqs, rows)
-            ids, details = self._sampler.sample(
-                logits, rows, [seq.sampler for seq in seqs], masks, mask_rows
-            )
-            now_ns = self._clock()
-            self._recorder.verified(seqs, begin_ns, now_ns)
-            following = follow(seqs, rows, ids)
-            self._commit(seqs, ids, details, now_ns)
-
-    def _fork(self, seqs: list[Sequence], rows: list[int]) -> tuple[list[Sequence], list[int]]:
-        """Return the sequences that sample in this step and their logit rows.
-
-        The first token of every choice of a request comes from the row of its first choice.
-        """
-        forked: list[Sequence] = []
-        forked_rows: list[int] = []
-        for seq, row in zip(seqs, rows, strict=True):
-            siblings, seq.siblings = seq.siblings, []
-            for child in siblings:
-                self._scheduler.fork(seq, child)
-                self._recorder.fork(seq, child)
-            forked += (seq, *siblings)
-            forked_rows += [row] * (1 + len(siblings))
-        return forked, forked_rows
-
-    def _commit(
-        self,
-        seqs: list[Sequence],
-        ids: list[int],
-        details: list[tuple[float, int, list[tuple[int, float]]] | None],
-        now_ns: int,
-    ) -> None:
-        for seq, token_id, detail in zip(seqs, ids, details, strict=True):
-            if seq.state is State.FINISHED:  # its sink failed on another choice
-                continue
-            if token_id < 0:
-                self._requests.fail_to_choose(seq, token_id)
-                continue
-            if seq.request.params.max_tokens == 0:
-                seq.finish_reason = "length"
-                self._requests.end(seq)
-                continue
-            try:
-                text = seq.append_token(token_id, now_ns)
-            except Exception as error:
-                log.exception("request %s: token %d failed", seq.request.id, token_id)
-                self._requests.fail(seq, f"token {token_id} failed: {error}")
-                continue
-            self._num_generated += 1
-            if text and not seq.first_text_ns:
-                seq.first_text_ns = self._clock()
-                self._recorder.first_text(seq, seq.first_text_ns)
-            logprobs = () if detail is None else (token_logprob(token_id, detail),)
-            self._requests.deliver(seq, token_id, text, logprobs)
 
     def _remove(self, seq: Sequence) -> None:
         self._scheduler.remove(seq)

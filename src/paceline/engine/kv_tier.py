@@ -1,14 +1,17 @@
-"""KVTier: blocks that the pool gives up go to a store, and come back where that is faster."""
+"""KVTier: blocks that the pool gives up go to stores, and come back where that is faster."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from paceline.config import parse_bytes, parse_spec
 from paceline.errors import ParameterError
@@ -21,82 +24,144 @@ U8 = npt.NDArray[np.uint8]
 _FORGET = 0.8  # weight of what a restore or a token cost before, when one is measured
 _MIN_TOKENS = 32  # of a step from which the cost of computing a token is learnt
 _DOUBT = 0.95  # a cost that kept the tier from restoring fades, or it would be believed for ever
+_OPTIONS = {"host": ("size",), "disk": ("path", "size")}
+_FORMS = "host:size=2G, disk:path=DIR,size=4G, or both as host:…+disk:…"
 
 
 class Store(Protocol):
     """Keeps blocks by the hash of their tokens and all before; `tokens` guard against mix-ups."""
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether what is in it outlives the process."""
+
     def __contains__(self, key: bytes) -> bool: ...
 
     def put(self, key: bytes, tokens: bytes, block: U8, *, wait_s: float = 0.0) -> bool:
-        """Take a block, to be written by and by; return False where it cannot be taken."""
+        """Take a block, now or by and by; return False where it cannot be taken."""
 
     def get(self, key: bytes, tokens: bytes) -> U8 | None:
-        """Return the block as it was put, or None."""
+        """Return the block as it was put, or None. It is not to be written to."""
 
     def close(self, timeout_s: float) -> None:
         """Write what has been taken, and let go of the store."""
 
 
-class KVTier:
-    """Moves blocks between a backend and a store, and weighs restoring against computing.
+class _Level(Struct):
+    """A store, and the measured seconds of a block from it; 0: not known."""
 
-    Both costs are measured; what is not measured yet is tried.
+    store: Store
+    restore_s: float = 0.0
+
+
+class KVTier:
+    """Moves blocks between a backend and stores, and weighs restoring against computing.
+
+    Blocks go to the first of `stores`, the quickest. All costs are measured, each store's apart;
+    what is not measured yet is tried.
     """
 
     def __init__(
-        self, store: Store, backend: Backend, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        stores: Sequence[Store],
+        backend: Backend,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.is_closed = False
         self.num_stored = 0
         self.num_restored = 0
-        self._store = store
+        self._levels = [_Level(store) for store in stores]
         self._backend = backend
         self._clock = clock
-        self._restore_s = 0.0  # of a block; 0: not known
         self._compute_s = 0.0  # of a token; 0: not known
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether anything that is stored outlives the process."""
+        return self._levels[-1].store.is_lasting
 
     def observe(self, num_tokens: int, forward_s: float) -> None:
         """Learn what a step cost."""
         if num_tokens >= _MIN_TOKENS:
             self._compute_s = _fade(self._compute_s, forward_s / num_tokens)
 
-    def store(self, block: int, key: bytes, tokens: bytes, *, wait_s: float = 0.0) -> bool:
-        """Hand a block to the store; return False where it cannot take any more now."""
-        if key in self._store:
+    def store(self, block: int, key: bytes, tokens: bytes) -> None:
+        """Hand a block that is given up to the first store; a store that is full leaves it."""
+        self._put(self._levels[0].store, block, key, tokens)
+
+    def keep(self, block: int, key: bytes, tokens: bytes, *, wait_s: float) -> bool:
+        """Hand a block to the store that outlives the process; return False where it is full."""
+        return self._put(self._levels[-1].store, block, key, tokens, wait_s)
+
+    def _put(
+        self, store: Store, block: int, key: bytes, tokens: bytes, wait_s: float = 0.0
+    ) -> bool:
+        if key in store:
             return True
-        data = self._backend.read_blocks([block])[0]
-        is_taken = self._store.put(key, tokens, data, wait_s=wait_s)
+        is_taken = store.put(key, tokens, self._backend.read_blocks([block])[0], wait_s=wait_s)
         self.num_stored += is_taken
         return is_taken
 
     def num_worth_restoring(self, keys: Sequence[bytes], block_size: int) -> int:
-        """Return how many of the first `keys` shall be restored rather than computed."""
-        num_known = next((i for i, key in enumerate(keys) if key not in self._store), len(keys))
-        if num_known and self._compute_s and self._restore_s > self._compute_s * block_size:
-            self._restore_s *= _DOUBT
-            return 0
-        return num_known
+        """Return how many of the first `keys` shall be restored rather than computed.
+
+        As many as save the most time in all: a block that is slow to fetch may lead to quick ones.
+        """
+        found: list[_Level] = []
+        for key in keys:
+            level = self._level_of(key)
+            if level is None:
+                break
+            found.append(level)
+        if not self._compute_s:
+            return len(found)
+        block_s = self._compute_s * block_size
+        saved_s = list(accumulate((block_s - level.restore_s for level in found), initial=0.0))
+        num_best = max(range(len(saved_s)), key=lambda n: (saved_s[n], n))
+        for level in self._levels:
+            if level.restore_s > block_s and any(level is other for other in found[num_best:]):
+                level.restore_s *= _DOUBT
+        return num_best
+
+    def _level_of(self, key: bytes) -> _Level | None:
+        return next((level for level in self._levels if key in level.store), None)
 
     def load(self, keys: Sequence[bytes], tokens: Sequence[bytes]) -> U8:
-        """Return the first of these blocks, [number, bytes], as many as the store really has."""
-        begin = self._clock()
-        found: list[U8] = []
+        """Return the first of these blocks, [number, bytes], as many as the stores really have."""
+        data: U8 = np.empty((0, 0), np.uint8)
+        num_loaded = 0
+        spent: dict[int, list[float]] = {}  # by store, of each block
         for key, packed in zip(keys, tokens, strict=True):
-            block = self._store.get(key, packed)
+            begin = self._clock()
+            number, block = self._fetch(key, packed)
             if block is None:
                 break
-            found.append(block)
-        if not found:
-            return np.empty((0, 0), np.uint8)
-        data = np.stack(found)
-        self._restore_s = _fade(self._restore_s, (self._clock() - begin) / len(found))
-        self.num_restored += len(found)
-        return data
+            if not num_loaded:
+                data = np.empty((len(keys), block.nbytes), np.uint8)
+            data[num_loaded] = block
+            num_loaded += 1
+            spent.setdefault(number, []).append(self._clock() - begin)
+        for number, seconds in spent.items():
+            level = self._levels[number]
+            level.restore_s = _fade(level.restore_s, sum(seconds) / len(seconds))
+        self.num_restored += num_loaded
+        return data[:num_loaded]
+
+    def _fetch(self, key: bytes, packed: bytes) -> tuple[int, U8 | None]:
+        """Return a block and the number of the store that had it whole."""
+        for number, level in enumerate(self._levels):
+            block = level.store.get(key, packed) if key in level.store else None
+            if block is not None:
+                return number, block
+        return -1, None
 
     def close(self, timeout_s: float) -> None:
+        """Close the stores, the first one first: what it has may go to the next."""
         self.is_closed = True
-        self._store.close(timeout_s)
+        deadline = self._clock() + timeout_s
+        for level in self._levels:
+            level.store.close(max(deadline - self._clock(), 0.1))
 
 
 def _fade(mean: float, value: float) -> float:
@@ -104,27 +169,55 @@ def _fade(mean: float, value: float) -> float:
 
 
 def open_tier(spec: str, backend: Backend) -> KVTier:
-    """Return the tier that "disk:path=DIR,size=4G" means, for a loaded backend."""
-    name, options = parse_spec(spec)
-    if name != "disk":
-        raise ParameterError(
-            f"kv_tier is {spec!r}: known is disk:path=DIR,size=4G", param="kv_tier"
-        )
-    for key in ("path", "size"):
-        if key not in options:
+    """Return the tier that `spec` means, for a loaded backend.
+
+    Known are "host:size=2G", "disk:path=DIR,size=4G", and the first before the second, joined by
+    "+". Raises ParameterError saying what is wrong.
+    """
+    parts = [_parse(part) for part in re.split(r"\+(?=[a-z]+:)", spec)]
+    names = [name for name, _ in parts]
+    if names not in (["host"], ["disk"], ["host", "disk"]):
+        raise ParameterError(f"kv_tier is {spec!r}: known is {_FORMS}", param="kv_tier")
+    block_bytes = backend.read_blocks([0]).shape[1]
+    stores: list[Store] = []
+    for name, options in reversed(parts):  # what a store gives up goes to the one after it
+        max_bytes = parse_bytes(options["size"])
+        if max_bytes < block_bytes:
             raise ParameterError(
-                f"kv_tier {spec!r} has no {key}: write disk:path=DIR,size=4G", param="kv_tier"
+                f"the size of the {name} KV tier is {max_bytes} bytes, one block has "
+                f"{block_bytes}: give it more",
+                param="kv_tier",
             )
-    for key in options.keys() - {"path", "size"}:
-        raise ParameterError(
-            f"kv_tier has no option {key!r}: known are path and size", param="kv_tier"
-        )
+        stores.insert(0, _open(name, options, max_bytes, block_bytes, stores))
+    return KVTier(stores, backend)
+
+
+def _open(
+    name: str, options: Mapping[str, str], max_bytes: int, block_bytes: int, below: list[Store]
+) -> Store:
+    if name == "host":
+        from paceline.engine.kv_tier_host import HostStore
+
+        return HostStore(max_bytes=max_bytes, below=below[0] if below else None)
     from paceline.engine.kv_tier_disk import DiskStore
 
-    block_bytes = backend.read_blocks([0]).shape[1]
-    store = DiskStore(
-        Path(options["path"]).expanduser(),
-        max_bytes=parse_bytes(options["size"]),
-        block_bytes=block_bytes,
-    )
-    return KVTier(store, backend)
+    path = Path(options["path"]).expanduser()
+    return DiskStore(path, max_bytes=max_bytes, block_bytes=block_bytes)
+
+
+def _parse(spec: str) -> tuple[str, dict[str, str]]:
+    name, options = parse_spec(spec)
+    if name not in _OPTIONS:
+        raise ParameterError(f"kv_tier is {spec!r}: known is {_FORMS}", param="kv_tier")
+    known = _OPTIONS[name]
+    for key in known:
+        if key not in options:
+            raise ParameterError(
+                f"kv_tier {spec!r} has no {key}: known is {_FORMS}", param="kv_tier"
+            )
+    for key in options.keys() - set(known):
+        raise ParameterError(
+            f"kv_tier {name!r} has no option {key!r}: known are {', '.join(known)}",
+            param="kv_tier",
+        )
+    return name, options

@@ -42,13 +42,9 @@ class DiskStore:
     and removes, the one that holds the lock; the names say for which model and format they are.
     """
 
+    is_lasting = True
+
     def __init__(self, path: Path, *, max_bytes: int, block_bytes: int) -> None:
-        if max_bytes < block_bytes:
-            raise ParameterError(
-                f"the size of the KV tier is {max_bytes} bytes, one block has {block_bytes}: "
-                "give it more",
-                param="kv_tier",
-            )
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it tells what was said
             self._lock_file = (path / "lock").open("ab")

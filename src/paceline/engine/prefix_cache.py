@@ -323,10 +323,10 @@ class PrefixCache:
         if tier is None or tier.is_closed:
             return
         deadline = time.monotonic() + _FLUSH_S
-        for block in self._pool.latest_cached():
+        for block in self._pool.latest_cached() if tier.is_lasting else ():
             entry, left_s = self._entries[block], deadline - time.monotonic()
             if entry.hash is not None and (
-                left_s <= 0 or not tier.store(block, entry.hash, entry.packed, wait_s=left_s)
+                left_s <= 0 or not tier.keep(block, entry.hash, entry.packed, wait_s=left_s)
             ):
                 break
         tier.close(max(deadline - time.monotonic(), 0.1))

@@ -74,6 +74,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     draft: Draft | None = None  # guesses that this step checks
     num_drafted: int = 0  # guesses checked so far
     num_accepted: int = 0  # and those that were right
+    num_forced: int = 0  # tokens that its structure forced, without a step of their own
     scores: list[TokenLogprob] | None = None  # of the prompt so far; None: not asked for
     has_told_scores: bool = False
     finish_reason: FinishReason | None = None
@@ -175,4 +176,5 @@ class Sequence(Struct, eq=False, kw_only=True):
             num_preemptions=self.num_preemptions,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            num_forced=self.num_forced,
         )

@@ -14,6 +14,7 @@ from paceline.engine.speculation.base import MAX_DRAFTED, Draft
 def step_limits(config: EngineConfig, max_model_len: int, num_blocks: int) -> StepLimits:
     """Return the largest step that the engine of this config will ever build."""
     max_len = min(max_model_len, num_blocks * config.block_size)
+    # Tokens that a structure forces take the rows of scores, which a step has none of then.
     num_drafted = 0 if config.speculate == "off" else MAX_DRAFTED
     return StepLimits(
         max_tokens=config.max_batched_tokens,

@@ -186,7 +186,7 @@ class Situation(Struct, frozen=True, kw_only=True):
     def repeated_share(self) -> float:
         """The share of the prompts' tokens that repeat a beginning and were computed anew."""
         calls = self.facts.calls
-        repeated = sum(max(call.repeated_tokens - call.cached_tokens, 0) for call in calls)
+        repeated = sum(call.recomputed_tokens for call in calls)
         in_all = sum(call.prompt_tokens for call in calls)
         return repeated / in_all if in_all else 0.0
 

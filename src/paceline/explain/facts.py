@@ -23,6 +23,11 @@ class CallFacts(Struct, frozen=True, kw_only=True):
     began_at: float = 0.0  # seconds; only differences count
 
     @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of the prompt that repeat a beginning and were not found in the prefix cache."""
+        return max(self.repeated_tokens - self.cached_tokens, 0)
+
+    @property
     def tpot_ms(self) -> float | None:
         """Milliseconds a token after the first content, as its reader gets them."""
         if self.ttft_ms is None or self.completion_tokens < 2:

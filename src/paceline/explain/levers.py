@@ -44,12 +44,22 @@ def use_prefix_cache(situation: Situation) -> Proposal | None:
     server = situation.server
     if server is None or server.prefix_cache:
         return None
-    share = situation.repeated_share
+    share, steps = situation.repeated_share, situation.steps
+    budget = server.max_batched_tokens
+
+    def own_share(finding: Finding) -> float:
+        """The share of its own prompt's time: the first call of a beginning has nothing to find."""
+        found, prompt = finding.repeated_tokens, finding.prompt_tokens
+        if not found or steps is None:
+            return found / max(prompt, 1)
+        rest = max(prompt - found, 1)
+        return max(1 - steps.prefill_s(rest, budget) / steps.prefill_s(prompt, budget), 0.0)
 
     def predict(finding: Finding) -> float:
         if finding.metric != "ttft":
             return finding.value_ms
-        return finding.value_ms - share * _sum(finding, "prefill", "others_prefill", "queue")
+        own = own_share(finding) * _sum(finding, "prefill")
+        return finding.value_ms - own - share * _sum(finding, "others_prefill", "queue")
 
     return Proposal(
         change={"--prefix-cache": ""},

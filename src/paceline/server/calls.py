@@ -59,6 +59,7 @@ class Call(Struct, eq=False, kw_only=True):
     began_at: float = field(default_factory=time.time)  # Unix seconds, for logs
     id: str = ""  # of the answer
     request_id: str = ""  # X-Request-Id
+    model: str = ""  # that it asked for; of a call that names none, the server's first
     traceparent: str = ""
     client: str = ""
     is_stream: bool = False
@@ -262,6 +263,8 @@ class Call(Struct, eq=False, kw_only=True):
         if num_drafted := sum(t.num_drafted for t in timings):
             figures["drafted_tokens"] = num_drafted
             figures["accepted_tokens"] = sum(t.num_accepted for t in timings)
+        if num_forced := sum(t.num_forced for t in timings):
+            figures["forced_tokens"] = num_forced
         return figures
 
 

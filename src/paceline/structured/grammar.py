@@ -32,7 +32,7 @@ class Grammar:
 
 
 class GrammarState:
-    """What one answer may go on with. `fill` and `commit` are never called at the same time."""
+    """What one answer may go on with. No two of its methods are called at the same time."""
 
     def __init__(self, matcher: LLMatcher, withheld: npt.NDArray[np.int64]) -> None:
         self._matcher = matcher
@@ -44,6 +44,20 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if len(self._words):
             np.bitwise_and.at(mask, self._words, self._bits)
+
+    def forced(self, limit: int) -> list[int]:
+        """Return the tokens that come next, at most `limit`, as far as each is the only choice.
+
+        One that ends the answer is left out: nothing follows it that would need its row.
+        """
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:limit]
+        if tokens:
+            ahead = self._matcher.deep_copy()
+            if not ahead.consume_tokens(tokens):
+                return []
+            if ahead.is_stopped():
+                tokens.pop()
+        return tokens
 
     def commit(self, token_id: int) -> bool:
         """Take a chosen token; return True if nothing can follow it.

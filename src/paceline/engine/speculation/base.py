@@ -21,7 +21,8 @@ class Draft(Struct, eq=False):
     """Guessed tokens after a sequence's last known one, as a tree.
 
     Node i holds `tokens[i]` and follows node `parents[i] < i`, or ROOT. Without parents it is a
-    chain. `path` are the nodes that turned out right, in order:
+    chain. A draft that `is_forced` is no guess: nothing else is allowed to come. `path` are the
+    nodes that turned out right, in order:
 
         tokens 5 6 7, parents ROOT 0 0: after 5 comes 6 or 7; the path of "5 7" is nodes 0 and 2
     """
@@ -29,6 +30,7 @@ class Draft(Struct, eq=False):
     tokens: Seq[int]
     parents: Seq[int] | None = None
     path: list[int] = field(default_factory=list)
+    is_forced: bool = False
 
     @property
     def is_chain(self) -> bool:

@@ -14,21 +14,12 @@ from msgspec import Struct
 
 from paceline.engine.sequence import State
 from paceline.engine.speculation.acceptance import Acceptance
-from paceline.engine.speculation.base import (
-    MAX_DRAFTED,
-    MAX_NODES,
-    Draft,
-    Forecast,
-    Offer,
-    Pace,
-    Proposer,
-)
+from paceline.engine.speculation.base import Draft, Forecast, Offer, Pace, Proposer
 from paceline.engine.speculation.goodput import Goodput
+from paceline.engine.speculation.rows import DraftRows
 from paceline.engine.speculation.stats import SpecStats
 
 if TYPE_CHECKING:
-    from paceline.config import EngineConfig
-    from paceline.engine.block_pool import BlockPool
     from paceline.engine.scheduler import Schedule
     from paceline.engine.sequence import Sequence
 
@@ -48,61 +39,34 @@ class _Candidate(Struct):
 
 
 def create_speculator(
-    proposer: Proposer,
-    pace: Pace | None,
-    pool: BlockPool,
-    config: EngineConfig,
-    copy_slots: Callable[[Seq[int], Seq[int]], None],
-    clock: Callable[[], int],
+    proposer: Proposer, pace: Pace | None, rows: DraftRows, clock: Callable[[], int]
 ) -> Speculator:
     """Return the speculator of an engine; without a pace drafts are as long as pays."""
-    return Speculator(
-        proposer,
-        pace or Goodput(),
-        pool=pool,
-        block_size=config.block_size,
-        max_tokens=config.max_batched_tokens,
-        copy_slots=copy_slots,
-        clock=clock,
-    )
+    return Speculator(proposer, pace or Goodput(), rows=rows, clock=clock)
 
 
 class Speculator:
-    """Drafts for the sequences of a step that decode, and learns from what became of them.
-
-    A draft lives for one step. Its rows follow the last known token's, their K and V go into blocks
-    that nobody holds and that are given back after the step, so drafts preempt nobody.
-    """
+    """Drafts for the sequences of a step that decode, and learns from what became of them."""
 
     def __init__(
-        self,
-        proposer: Proposer,
-        pace: Pace,
-        *,
-        pool: BlockPool,
-        block_size: int,
-        max_tokens: int,
-        copy_slots: Callable[[Seq[int], Seq[int]], None],
-        clock: Callable[[], int],
+        self, proposer: Proposer, pace: Pace, *, rows: DraftRows, clock: Callable[[], int]
     ) -> None:
         self.stats = SpecStats.empty()
         self._proposer: Proposer | None = proposer
         self._pace = pace
-        self._pool = pool
-        self._block_size = block_size
-        self._max_tokens = max_tokens
-        self._copy_slots = copy_slots
+        self._rows = rows
         self._clock = clock
         self._all = Acceptance(proposer.num_kinds, proposer.prior, forget=_FORGET_ALL)
         self._of: dict[int, Acceptance] = {}  # by number of the sequence
         self._candidates: list[_Candidate] = []
+        self._num_drafted = 0  # rows of the step
         self._propose_ns = 0  # of the step, for guesses that are not free
         self._setup_s = 0.0  # of that, as it was forecast
 
     def extend(self, schedule: Schedule) -> None:
         """Add drafts to the step. A proposer that fails is not asked again."""
         begin_ns = self._clock()
-        self._candidates, self._propose_ns, self._setup_s = [], 0, 0.0
+        self._candidates, self._num_drafted, self._propose_ns, self._setup_s = [], 0, 0, 0.0
         if self._proposer is None:
             return
         try:
@@ -110,24 +74,21 @@ class Speculator:
         except Exception:
             logger.exception("drafting failed: the engine goes on without")
             for candidate in self._candidates:
-                self._give_back(candidate.seq)
                 candidate.seq.draft = None
+                self._rows.give_back(candidate.seq)
             with suppress(Exception):
                 self._proposer.close()
             self._proposer, self._candidates = None, []
-        schedule.draft_ns = self._clock() - begin_ns
+        schedule.draft_ns += self._clock() - begin_ns
 
     def _extend(self, schedule: Schedule, proposer: Proposer) -> None:
-        num_left = min(self._max_tokens - schedule.num_tokens, MAX_DRAFTED)
+        num_left = self._rows.num_left(schedule)
         num_rows, num_prefill = schedule.num_tokens, schedule.num_prefill_tokens
         if num_left <= 0 or not self._pace.is_open(num_rows, num_prefill):
             return
         budget_s = self._pace.budget_s
         for seq, n in schedule.chunks:
-            if n != 1 or seq.siblings or seq.num_computed + 1 != len(seq.token_ids):
-                continue
-            # The step's own token comes after the draft's last one.
-            limit = min(num_left, MAX_NODES, seq.max_len - len(seq.token_ids) - 1)
+            limit = min(num_left, self._rows.limit(seq, n))
             if limit > 0:
                 forecast = proposer.forecast(seq, limit, budget_s)
                 if forecast.kinds:
@@ -139,7 +100,7 @@ class Speculator:
         wanted = []
         for candidate, length in zip(self._candidates, lengths, strict=True):
             length = min(length, len(candidate.forecast.kinds), num_left)
-            length = self._take_blocks(candidate.seq, length)
+            length = self._rows.take(candidate.seq, length)
             if length > 0:
                 num_left -= length
                 wanted.append((candidate.seq, candidate.forecast, length))
@@ -150,7 +111,11 @@ class Speculator:
             if not all(forecast.is_free for _, forecast, _ in wanted):
                 self._propose_ns = self._clock() - begin_ns
                 self._setup_s = sum(forecast.setup_s for _, forecast, _ in wanted)
-            self._attach(schedule, wanted, drafts)
+            for (_, _, length), draft in zip(wanted, drafts, strict=True):
+                assert len(draft.tokens) <= length, "the draft is longer than its place"
+            self._attach(
+                schedule, [(seq, d) for (seq, _, _), d in zip(wanted, drafts, strict=True)]
+            )
 
     def _candidate(
         self, seq: Sequence, forecast: Forecast, num_rows: int, proposer: Proposer
@@ -175,85 +140,38 @@ class Speculator:
             num_left=seq.max_len - len(seq.token_ids),
         )
 
-    def _take_blocks(self, seq: Sequence, length: int) -> int:
-        """Give `seq` blocks that nobody holds; return how many of `length` guesses have a place."""
-        table, size = seq.block_table, self._block_size
-        num_missing = -(-(len(seq.token_ids) + length) // size) - len(table)
-        table.extend(self._pool.allocate(max(min(num_missing, self._pool.num_available), 0)))
-        return min(length, len(table) * size - len(seq.token_ids))
-
-    def _attach(
-        self, schedule: Schedule, wanted: Seq[tuple[Sequence, Forecast, int]], drafts: Seq[Draft]
-    ) -> None:
-        drafted: dict[int, int] = {}
-        for (seq, _, length), draft in zip(wanted, drafts, strict=True):
-            if draft.tokens:
-                assert len(draft.tokens) <= length, "the draft is longer than its place"
-                seq.draft = draft
-                seq.num_drafted += len(draft.tokens)
-                drafted[seq.number] = len(draft.tokens)
-        schedule.chunks = [
-            *((seq, n) for seq, n in schedule.chunks if seq.number not in drafted),
-            *((seq, 1 + drafted[seq.number]) for seq, _, _ in wanted if seq.number in drafted),
-        ]
-        schedule.num_drafted = sum(drafted.values())
-        schedule.num_tokens += schedule.num_drafted
+    def _attach(self, schedule: Schedule, drafts: Seq[tuple[Sequence, Draft]]) -> None:
+        drafts = [(seq, draft) for seq, draft in drafts if draft.tokens]
+        for seq, draft in drafts:
+            seq.num_drafted += len(draft.tokens)
+        self._num_drafted = self._rows.attach(schedule, drafts)
 
     def settle(self, schedule: Schedule, seconds: float) -> None:
         """Keep what was right, forget the rest. `seconds` are the step's, without the drafting."""
         num_accepted = 0
-        for seq, _ in schedule.chunks:
-            draft = seq.draft
-            if draft is None:
-                continue
-            num_accepted += len(draft.path)
-            self.stats.count(draft.depths(), len(draft.path))
-            if seq.state is State.RUNNING:
-                self._keep(seq, draft)
         for candidate in self._candidates:
-            self._learn(candidate, candidate.forecast, candidate.seq.draft)
+            draft = candidate.seq.draft
+            if draft is not None:
+                num_accepted += len(draft.path)
+                self.stats.count(draft.depths(), len(draft.path))
+            self._learn(candidate, candidate.forecast, draft)
             for forecast in candidate.others:
                 self._learn(candidate, forecast, None)
-            self._give_back(candidate.seq)
-            candidate.seq.draft = None
+            self._rows.settle(candidate.seq)
         self._candidates = []
         draft_s = self._propose_ns / 1e9
         if not schedule.num_prefill_tokens:
-            num_plain = schedule.num_tokens - schedule.num_drafted
-            self.stats.count_step(num_plain, schedule.num_drafted, draft_s)
+            num_plain = schedule.num_tokens - self._num_drafted
+            self.stats.count_step(num_plain, self._num_drafted, draft_s)
         self._pace.observe(
             num_rows=schedule.num_tokens,
-            num_drafted=schedule.num_drafted,
+            num_drafted=self._num_drafted,
             num_accepted=num_accepted,
             num_prefill=schedule.num_prefill_tokens,
             seconds=seconds,
             draft_s=draft_s,
             setup_s=self._setup_s,
         )
-
-    def _keep(self, seq: Sequence, draft: Draft) -> None:
-        """Make the rows of the path part of the sequence: they follow the last known token."""
-        first = seq.num_computed  # the slot after the row of the last known token
-        src, dst = [], []
-        for i, node in enumerate(draft.path):
-            if node != i:
-                src.append(self._slot(seq, first + node))
-                dst.append(self._slot(seq, first + i))
-        if src:
-            self._copy_slots(src, dst)
-        seq.num_computed += len(draft.path)
-
-    def _slot(self, seq: Sequence, position: int) -> int:
-        size = self._block_size
-        return seq.block_table[position // size] * size + position % size
-
-    def _give_back(self, seq: Sequence) -> None:
-        """Free the blocks behind the last known token."""
-        num_kept = -(-len(seq.token_ids) // self._block_size)
-        if seq.state is State.RUNNING and len(seq.block_table) > num_kept:
-            self._pool.release(seq.block_table[num_kept:])
-            del seq.block_table[num_kept:]
-            seq.table_epoch += 1
 
     def _learn(self, candidate: _Candidate, forecast: Forecast, draft: Draft | None) -> None:
         """Compare a forecast with the tokens that came, as far as they can tell."""

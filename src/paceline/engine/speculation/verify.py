@@ -21,7 +21,10 @@ def follow(seqs: Seq[Sequence], rows: Seq[int], ids: Seq[int]) -> list[tuple[Seq
         if draft is not None:
             end = draft.end
             if draft.accept(token_id):
-                seq.num_accepted += 1
+                if draft.is_forced:
+                    seq.num_forced += 1
+                else:
+                    seq.num_accepted += 1
                 going.append((seq, row + draft.end - end))
     return going
 
