@@ -8,7 +8,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -58,11 +58,11 @@ class Client:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S)
         self.statuses: Counter[int] = Counter()
 
-    def move(self) -> str:
-        """Do one thing; return its name. Raises AssertionError where the answer is wrong."""
-        (move,) = self.rng.choices(list(MOVES), list(MOVES.values()))
-        move(self)
-        return move.__name__
+    def moves(self) -> Iterator[Move]:
+        """Yield what to do, without end: each thing once, then by its weight."""
+        yield from self.rng.sample(list(MOVES), len(MOVES))
+        while True:
+            yield from self.rng.choices(list(MOVES), list(MOVES.values()))
 
     def close(self) -> None:
         self.http.close()
@@ -104,6 +104,9 @@ class Client:
         if self.rng.random() < 0.5:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes((1, *[0] * 7)))
         connection.close()
+
+
+Move = Callable[[Client], None]  # raises AssertionError where an answer is wrong
 
 
 def whole(client: Client) -> None:
@@ -256,13 +259,13 @@ def look(client: Client) -> None:
     assert reply.status_code == 200, f"{path}: {reply.text[:300]}"
 
 
-MOVES: dict[Callable[[Client], None], int] = {
+MOVES: dict[Move, int] = {
     whole: 8, stream: 8, stored: 2, cut: 12, slow: 3, wrong: 8, garbage: 1, schema: 3, tool: 3,
     long: 6, late: 3, embed: 2, look: 3,
 }  # fmt: skip
 
 
-def burst(client: Client, num_connections: int) -> None:
+def burst(client: Client, num_connections: int = 500) -> None:
     """Many connections at once: some silent, some with a call that is left, some answered."""
     body = client.fields("/v1/completions", max_tokens=3)
     connections: list[socket.socket] = []

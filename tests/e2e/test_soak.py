@@ -21,5 +21,5 @@ def test_a_storm_changes_no_answer_and_leaves_nothing_behind(stormy):
     report = soak(stormy, seconds=12, seed=7, num_clients=8, song=song, is_script=True)
     assert report.failures == []
     assert report.moves.keys() == {move.__name__ for move in MOVES} | {"burst"}
-    assert report.num_songs > 1
+    assert report.num_songs > 0
     stormy.survive()

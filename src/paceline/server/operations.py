@@ -22,13 +22,14 @@ STATUSES = {
     408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is no application/json.",
-    429: "Too much is waiting, or a deadline cannot be met: Retry-After says when to come back.",
+    429: "Too much waits, or a deadline cannot be met: Retry-After says when to come back.",
     500: "The server failed.",
-    503: "The server is shutting down, or the call waited too long in the queue.",
+    503: "The server shuts down, a model cannot be loaded, or the call waited too long.",
     504: "The deadline has passed.",
 }
-_BODY = (400, 404, 408, 413, 415, 500)  # of every call with a body
-_CALL = (*_BODY, 429, 503, 504)  # of every call that the model computes
+_BODY = (400, 404, 408, 413, 415, 429, 500, 503)  # of every call with a body
+_CALL = (*_BODY, 504)  # of every call that the model computes
+_MODEL = {"type": "string"}  # a name; without one it is the first model's
 _INTEGER = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 
 
@@ -119,17 +120,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/trace"): Operation(
         summary="The last steps and calls, for Perfetto", answer=dict[str, Any],
         statuses=(400, 404),
-        query={"last_s": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9}},
+        query={
+            "last_s": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
+            "model": _MODEL,
+        },
     ),
     ("get", "/v1/paceline/live"): Operation(
-        summary="The last minutes by the second", answer=dict[str, Any], statuses=(400,),
-        query={"after_s": _INTEGER, "by": {"enum": ["wall", "ttft", "tpot"]}},
+        summary="The last minutes by the second", answer=dict[str, Any],
+        statuses=(400, 404),
+        query={"after_s": _INTEGER, "by": {"enum": ["wall", "ttft", "tpot"]}, "model": _MODEL},
     ),
     ("get", "/metrics"): Operation(
         summary="Prometheus' text format", answer="text/plain"
     ),
     ("post", "/v1/embeddings"): Operation(
         summary="Vectors of texts", body=EmbeddingRequest, answer=shapes.EmbeddingAnswer,
-        statuses=(*_BODY, 429, 503),
+        statuses=_BODY,
     ),
 }  # fmt: skip
