@@ -18,12 +18,15 @@ from paceline.types import SamplingParams
 from tests.e2e.test_law1 import (
     BLOCK_BYTES,
     FORMATS,
+    STRUCTURES,
+    Answer,
     Job,
     alone,
     engine_options,
     jobs,
     make_engine,
     model_path,
+    prompts,
     run,
 )
 from tests.tiny import TinyTokenizer, random_model, write_gguf
@@ -87,11 +90,15 @@ def test_any_schedule_with_drafts_gives_the_bits_without(
     engine = drafting_engine(path, proposer, most, **options)
     results = run(engine, schedule)
     engine.stop(5)
+    compare(results, expected)
+
+
+def compare(results: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    """Each choice has the bits expected of it, or the beginning of them if it was aborted."""
     for result, solo in zip(results, expected, strict=True):
         for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(result, solo, strict=True):
             if end == "abort":
-                assert ids == solo_ids[: len(ids)]
-                assert bits == solo_bits[: len(bits)]
+                assert (ids, bits) == (solo_ids[: len(ids)], solo_bits[: len(bits)])
             else:
                 assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
 
@@ -125,12 +132,59 @@ def test_any_schedule_with_a_draft_model_gives_the_bits_without(
     shadows.check_integrity()
     assert not shadows.num_live_blocks
     engine.stop(5)
-    for result, solo in zip(results, expected, strict=True):
-        for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(result, solo, strict=True):
-            if end == "abort":
-                assert (ids, bits) == (solo_ids[: len(ids)], solo_bits[: len(bits)])
-            else:
-                assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+    compare(results, expected)
+
+
+# Each has several choices and penalties, most have a structure.
+busy_jobs = st.builds(
+    Job,
+    prompt=prompts,
+    params=st.builds(
+        SamplingParams,
+        max_tokens=st.integers(5, 24),
+        temperature=st.sampled_from([0.0, 1.0]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        repetition_penalty=st.sampled_from([1.2, 0.9]),
+        presence_penalty=st.sampled_from([0.6, -0.6]),
+        frequency_penalty=st.sampled_from([0.4, -0.4]),
+        seed=st.integers(0, 5),
+        n=st.sampled_from([2, 3]),
+        logprobs=st.just(2),
+        min_tokens=st.sampled_from([0, 5]),
+        structured=st.sampled_from([None, *STRUCTURES]),
+    ),
+    arrives_at=st.integers(0, 12),
+    aborted_after=st.none() | st.integers(2, 20),
+)
+
+
+@pytest.mark.parametrize("name", ["off", "ngram", "draft", "draft+ngram"])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    schedule=st.lists(busy_jobs, min_size=3, max_size=5),
+    num_blocks=st.sampled_from([8, 11]),
+    most=st.sampled_from([2, 9]),
+    budget=st.sampled_from([7, 33]),
+)
+def test_all_of_it_at_once_gives_the_bits_of_none(folder, name, schedule, num_blocks, most, budget):
+    """Prefix cache, host tier, drafts, choices, penalties, structures, aborts, in a tiny pool."""
+    path = model_path(folder, "q8_0")
+    expected = [alone(path, job) for job in schedule]
+    is_paid = name.startswith("draft")
+    spec = f"{name}:model={draft_path(folder, 'near')},window=40" if is_paid else name
+    with (
+        patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
+        patch(KV_SHARE, 0.5),
+    ):
+        engine = make_engine(
+            path, speculate=spec, num_threads=2, max_num_seqs=4, max_batched_tokens=budget,
+            kv_memory_bytes=num_blocks * (1 + is_paid) * BLOCK_BYTES,
+            kv_tier=f"host:size={8 * BLOCK_BYTES}",
+        )  # fmt: skip
+    compare(run(engine, schedule), expected)
+    engine.stop(5)
 
 
 def shadows_of(engine: Engine) -> Shadows:
