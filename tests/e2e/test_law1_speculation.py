@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import random
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -14,7 +17,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.shadows import Shadows
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, Structured
 from tests.e2e.test_law1 import (
     BLOCK_BYTES,
     FORMATS,
@@ -185,6 +188,64 @@ def test_all_of_it_at_once_gives_the_bits_of_none(folder, name, schedule, num_bl
         )  # fmt: skip
     compare(run(engine, schedule), expected)
     engine.stop(5)
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft", "draft+ngram"])
+def test_a_hundred_prompts_keep_to_a_schema_that_closes_early(folder, name, caplog):
+    """SPC-02: nothing that is drafted after the last brace comes."""
+    path = model_path(folder, "q8_0")
+    schema = {
+        "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 20, 300]}},
+        "required": ["ok", "n"], "additionalProperties": False,
+    }  # fmt: skip
+    rng = random.Random(2)
+    schedule = [
+        Job(
+            tuple(rng.randrange(256) for _ in range(rng.randrange(3, 40))),
+            SamplingParams(
+                max_tokens=100, temperature=0, logprobs=1,
+                structured=Structured(json_schema=schema), frequency_penalty=rng.choice([0, -2]),
+            ),
+            arrives_at=i // 4,
+        )
+        for i in range(100)
+    ]  # fmt: skip
+    expected = [alone(path, job) for job in schedule]
+    is_paid = name.startswith("draft")
+    spec = f"{name}:model={draft_path(folder, 'near')}" if is_paid else name
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(8)):
+        engine = make_engine(path, speculate=spec, num_threads=2)
+    results = run(engine, schedule)
+    stats = engine.stats().speculation
+    engine.stop(5)
+    assert results == expected
+    for [(tokens, _, end)] in results:
+        assert end == "stop"
+        assert json.loads(engine._maker.tokenizer.decode(list(tokens))).keys() == {"ok", "n"}
+    assert stats.num_drafted > 100
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("widths", [(0, 40), (40, 0), (8, 40)], ids=["draft", "target", "both"])
+def test_heads_padded_to_other_sizes_draft_for_each_other(folder, widths):
+    """LOD-05 (c): no id beyond the tokenizer is proposed or chosen."""
+    num_tokens = len(TinyTokenizer().tokens)
+    target, draft = (
+        write_gguf(random_model("llama", seed=3, vocab_size=num_tokens + width),
+                   folder / f"padded by {width}.gguf", fmt="q8_0")
+        for width in widths
+    )  # fmt: skip
+    schedule = [
+        Job(tuple(range(i, i + 20)), SamplingParams(
+            max_tokens=30, temperature=1.5, seed=i, logprobs=1, ignore_eos=True))
+        for i in range(4)
+    ]  # fmt: skip
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+        engine = make_engine(target, speculate=f"draft:model={draft}", num_threads=2)
+    assert run(engine, schedule) == [alone(target, job) for job in schedule]
+    stats = engine.stats().speculation
+    engine.stop(5)
+    assert stats.num_drafted > 20
 
 
 def shadows_of(engine: Engine) -> Shadows:
