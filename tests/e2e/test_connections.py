@@ -57,6 +57,23 @@ def test_a_slow_head_on_a_used_connection_is_closed_too(impatient):
         assert is_closed_by_peer(connection)
 
 
+def test_a_500_says_that_it_ends_its_connection(server, monkeypatch):
+    def fail(self):
+        raise RuntimeError("a bug")
+
+    with connect(server) as connection, monkeypatch.context() as patch:
+        patch.setattr(type(server.engine), "stats", fail)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    head, _, told = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500")
+    assert b"connection: close" in head.lower()
+    assert b"a bug" not in told
+    server.survive()
+
+
 def test_headers_without_end_are_cut(server):
     with connect(server) as connection:
         connection.sendall(HEAD)

@@ -254,3 +254,21 @@ def test_calls_that_score_and_calls_that_write_share_steps(server):
     with ThreadPoolExecutor(10) as pool:
         assert list(pool.map(ask, range(10))) == calm
     server.drain()
+
+
+@pytest.mark.parametrize("pool_tokens", [512, 800])
+def test_a_prompt_that_fills_the_context_can_be_scored_but_not_continued(path, pool_tokens):
+    """Nothing follows it, so it needs no room for more: lm-eval's windows are this long."""
+    blocks = pool_tokens // B * BLOCK_BYTES
+    score = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
+    with load(path, kv_memory_bytes=blocks) as llm:
+        full = llm.generate([ids(512)], score, progress=False)[0].outputs[0]
+        most = llm.generate([ids(512)[:511]], SCORE, progress=False)[0].outputs[0]
+        assert [item.logprob for item in full.prompt_logprobs[1:511]] == [
+            item.logprob for item in most.prompt_logprobs[1:]
+        ]
+        assert (len(full.prompt_logprobs), full.token_ids) == (512, ())
+        with pytest.raises(ParameterError, match="shorten the prompt to 512 "):
+            llm.generate([ids(513)], score, progress=False)
+        with pytest.raises(ParameterError, match="shorten the prompt to 511 "):
+            llm.generate([ids(512)], SCORE, progress=False)

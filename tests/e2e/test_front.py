@@ -79,9 +79,22 @@ def test_what_is_no_origin_is_refused(origin):
         check_origins([origin])
 
 
-@pytest.mark.parametrize("origin", [SITE, "http://localhost:3000", "http://[::1]:80", "*"])
+@pytest.mark.parametrize("origin", [SITE, "http://localhost:3000", "http://[::1]:81", "*"])
 def test_what_browsers_send_is_taken(origin):
     assert check_origins([origin]) == (origin,)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("https://a:443", "https://a"), ("http://a:80", "http://a"), ("http://A.org", "http://a.org"),
+        ("http://[::1]:80", "http://[::1]"), ("http://a:443", "http://a:443"),
+        ("https://a:80", "https://a:80"), ("https://a:8443", "https://a:8443"),
+        ("http://a:8080", "http://a:8080"), ("http://[fe80::80]", "http://[fe80::80]"),
+    ],
+)  # fmt: skip
+def test_an_origin_is_compared_as_browsers_write_it(given, sent):
+    assert check_origins([given]) == (sent,)
 
 
 # ---- TLS ----

@@ -68,8 +68,9 @@ def test_a_pin_is_there_until_it_is_let_go(server):
     for i in range(60):
         server.complete(f"{i:03}" * 100, max_tokens=1)
     assert cached(server.complete(LONG + "z", max_tokens=1)) == 0
-    for name in (told["id"], "none"):
-        assert server.client.delete(f"{PATH}/{name}").status_code == 404
+    for name in (told["id"], "none", "", "a/b"):
+        missing = server.client.delete(f"{PATH}/{name}")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "pin_not_found")
 
 
 def test_what_is_pinned_again_is_the_same_pin(server):

@@ -5,10 +5,12 @@ from unittest.mock import patch
 
 import pytest
 
+from paceline.bench.spec import run_batch
 from paceline.config import EngineConfig
 from paceline.engine.build import load_model
 from paceline.errors import PacelineError, ParameterError
 from tests.e2e.live import LiveServer, script_model, wait_until
+from tests.tiny import random_model, write_gguf
 from tests.unit.proposers import Eager
 
 OPTIONS = {"num_threads": 1, "max_num_seqs": 4, "kv_memory_bytes": 64 * 2**20}
@@ -134,3 +136,14 @@ def test_health_tells_of_speculation(drafting):
     told = drafting.client.get("/health").json()["engine"]["speculation"]
     assert told["num_drafted"] > 0
     assert sum(told["steps"].values()) > 0
+
+
+def test_a_round_of_the_bench_guesses_from_no_earlier_round(tmp_path):
+    """Else greedy texts, the same in every round, would be known by heart from the second one."""
+    path = write_gguf(random_model(seed=3, max_position_embeddings=512), tmp_path / "random.gguf")
+    with patch("paceline.engine.speculation.speculator.Goodput", Eager):
+        loaded = load_model(str(path), EngineConfig(speculate="ngram", **OPTIONS))
+        rounds = [run_batch(loaded, ["the"], 60, salt=salt) for salt in ("a", "b", "b")]
+    assert len({run.texts for run in rounds}) == 1
+    first, second, known = (run.num_steps for run in rounds)
+    assert known < first == second

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from paceline import _native
 from paceline.errors import ModelFormatError
 from paceline.weights import repack
+from paceline.weights.huge_file import HUGE_BYTES, HugeWriter, map_file
 from paceline.weights.repack import PackedTensor, pack_all, pack_tensor, packed_bytes
 from paceline.weights.tensor import BLOCK, QTensor
 from tests.tiny import random_blocks
@@ -231,6 +232,32 @@ def test_full_disk_costs_one_warning_and_leaves_no_file(
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+class Recording(io.FileIO):
+    """Notes where it is written, and takes a part of what it gets."""
+
+    def write(self, data: Any, /) -> int:
+        self.pieces = [*getattr(self, "pieces", []), (self.tell(), len(data))]
+        return super().write(memoryview(data)[: HUGE_BYTES // 2 + 5])
+
+
+def test_a_cache_is_written_in_huge_pieces_at_multiples_of_their_size(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    data = np.arange(5 * HUGE_BYTES + 777, dtype=np.uint32).view(np.uint8)[: 5 * HUGE_BYTES + 777]
+    file = Recording(path, "w")
+    writer = HugeWriter(file)
+    parts = (13, HUGE_BYTES - 13, 3 * HUGE_BYTES + 1, 50)
+    ends = np.cumsum([*parts, len(data) - sum(parts)])
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        writer.write(data[begin:end].data)
+        assert writer.position == end
+    writer.finish()
+    begins = [piece for piece in file.pieces if piece[0] % HUGE_BYTES == 0]
+    assert [at for at, _ in begins] == list(range(0, len(data), HUGE_BYTES))
+    assert [size for _, size in begins[:-1]] == [HUGE_BYTES] * 5
+    file.close()
+    assert np.array_equal(map_file(path), data)
 
 
 def test_progress_counts_tensors(tensors: Counted) -> None:

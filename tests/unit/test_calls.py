@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.speculation.stats import SpecStats
+from paceline.engine.stats import EngineStats
 from paceline.errors import ParameterError
 from paceline.measure.histogram import SECONDS, Histogram
 from paceline.measure.ledger import Ledger, Part
@@ -21,7 +22,7 @@ from paceline.server import calls as calls_module
 from paceline.server.access_log import AccessLog
 from paceline.server.calls import Call, CallLog
 from paceline.server.meters import CallMeters
-from paceline.server.metrics import Metrics
+from paceline.server.metrics import Metrics, exposition
 from paceline.server.spans import Spans
 from paceline.server.trace import chrome_trace
 from paceline.types import Delta, SamplingParams, Timings, Usage
@@ -244,9 +245,9 @@ class IdleEngine:
         self.speculation = speculation
 
     def stats(self):
-        return SimpleNamespace(
+        return EngineStats(
             num_running=2, num_waiting=3, num_live_blocks=25, num_blocks=100, num_cached_blocks=0,
-            num_prefix_queried=9, num_prefix_hit=5, num_blocks_stored=0, num_blocks_restored=0,
+            num_free_blocks=75, num_steps=0, num_prefix_queried=9, num_prefix_hit=5,
             num_preemptions=4, num_generated_tokens=5,
             speculation=self.speculation,
         )  # fmt: skip
@@ -256,7 +257,7 @@ def scrape(meters, recorder=None, engine=None):
     """{(name, values of the other labels by name): value} of everything but buckets."""
     metrics = Metrics(engine or IdleEngine(), recorder, meters, model="m")
     values = {}
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
+    for family in text_string_to_metric_families(exposition([metrics]).decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "m"
@@ -429,7 +430,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(clock):
     metrics.read_bandwidth = metrics.int8_macs_s = 1e9
     names = {
         sample.name
-        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for family in text_string_to_metric_families(exposition([metrics]).decode())
         for sample in family.samples
     } | {"paceline:step_phase_seconds_total"}  # there after the first step
     dashboard = (Path(__file__).parents[2] / "dashboards" / "paceline.json").read_text()

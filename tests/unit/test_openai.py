@@ -124,7 +124,7 @@ def test_an_echo_with_logprobs_scores_the_prompt_and_may_write_nothing():
     assert sampling_params(completion(echo=True), {}).prompt_logprobs is None
     assert sampling_params(completion(logprobs=3), {}).prompt_logprobs is None
     for fields in ({}, {"echo": True}, {"logprobs": 1}):
-        with pytest.raises(ParameterError, match="max_tokens is 0: it must be at least 1"):
+        with pytest.raises(ApiError, match="max_tokens is 0: it must be at least 1; to score"):
             sampling_params(completion(max_tokens=0, **fields), {})
     with pytest.raises(ParameterError, match="logprobs is 21"):
         sampling_params(completion(echo=True, logprobs=21), {})

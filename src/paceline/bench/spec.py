@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from paceline.bench.spec_prompts import PROMPTS
 from paceline.llm import new_request, stream
@@ -71,17 +71,25 @@ def measure(
                 prompts = [
                     PROMPTS[workload][i % len(PROMPTS[workload])] for i in range(idx, idx + batch)
                 ]
-                cell.plain.append(run_batch(plain, prompts, num_tokens))
+                # What it answered in an earlier round must not be what it guesses from.
+                salt = f"{workload} {batch} {idx}"
+                cell.plain.append(run_batch(plain, prompts, num_tokens, salt=salt))
                 before = _totals(drafting)
-                cell.drafting.append(run_batch(drafting, prompts, num_tokens))
+                cell.drafting.append(run_batch(drafting, prompts, num_tokens, salt=salt))
                 _count(cell, before, _totals(drafting))
             rows.append(_row(cell, table))
     return rows
 
 
-def run_batch(loaded: LoadedModel, prompts: Sequence[str], num_tokens: int) -> Run:
+def run_batch(
+    loaded: LoadedModel, prompts: Sequence[str], num_tokens: int, *, salt: str = ""
+) -> Run:
+    """Run the prompts together; runs of another salt share nothing with them."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
-    requests = [new_request(_encode(loaded, prompt), params) for prompt in prompts]
+    requests = [
+        structs.replace(new_request(_encode(loaded, prompt), params), cache_salt=salt)
+        for prompt in prompts
+    ]
     num_steps = loaded.engine.stats().num_steps
     texts: dict[str, list[int]] = {request.id: [] for request in requests}
     last_first = end = 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +17,24 @@ if TYPE_CHECKING:
 
 def load(model: str, config: EngineConfig, *, chat_template_file: str | None = None) -> LoadedModel:
     """Return the loaded model; `chat_template_file` replaces its chat template."""
-    # Imports and loading make objects that nearly all stay. Collecting meanwhile would cost a
-    # tenth of the start, and walking them later would stall the streams.
-    gc.disable()
-    try:
+    with without_gc():
         from paceline.engine.build import load_model
 
         refuse_encoder(model)
         template = None if chat_template_file is None else read_template(chat_template_file)
         return load_model(model, config, path=find_model(model), chat_template=template)
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """While inside, nothing is collected; what has been made by the end is never walked again.
+
+    Imports and loading make objects that nearly all stay. Collecting meanwhile would cost a tenth
+    of the start, and walking them later would stall the streams.
+    """
+    gc.disable()
+    try:
+        yield
     finally:
         gc.freeze()
         gc.enable()

@@ -23,6 +23,14 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        help="Catalogue names (see `paceline list`), GGUF files, folders of HF safetensors, or hub "
+        "ids. The first is loaded at the start, others at their first request.",
+        show_default=False,
+    ),
+]
 ChatTemplateFile = Annotated[
     str | None,
     typer.Option(

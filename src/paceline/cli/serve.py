@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 
 from paceline.cli.options import (
     ChatTemplateFile,
-    Model,
+    Models,
     Pooling,
     Weights,
     engine_options,
@@ -28,6 +28,7 @@ from paceline.errors import ParameterError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from paceline.cli.serve_models import Wanted
     from paceline.server.admission import Limits
     from paceline.server.door import Keys, Life
     from paceline.server.tls import Tls
@@ -39,8 +40,26 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 @engine_options
 def serve(
-    model: Model,
+    models: Models,
     *,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            metavar="NAME=MODEL",
+            help="Another name for a model, as clients may ask for it; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    model_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--model-memory",
+            help="What several models may take together, weights and KV caches, as 8G. Where one "
+            "does not fit, one that is idle is unloaded. Default: what is free at the start.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
@@ -148,13 +167,17 @@ def serve(
     chat_template: ChatTemplateFile = None,
     config: EngineConfig,
 ) -> None:
-    """Serve a model over the OpenAI API: /v1/chat/completions, /v1/responses, /v1/embeddings.
+    """Serve models over the OpenAI API: /v1/chat/completions, /v1/responses, /v1/embeddings.
 
     Anthropic's clients find /v1/messages: set their ANTHROPIC_BASE_URL to http://localhost:8000.
 
     A browser finds a page at /: a chat, and where its time goes. /health says what the engine
     is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an
     answer went.
+
+    Of several models the `model` of a request says which answers. The first is loaded at the
+    start, another when it is first asked for, and they compute in turns. The engine's options hold
+    for each of them.
 
     Ctrl-C or SIGTERM stops it: /ready says no, new calls get a 503, and calls in flight have
     --grace seconds to end. A second one ends them at once.
@@ -165,12 +188,15 @@ def serve(
 
     - `paceline serve all-minilm-l6-v2`  (/v1/embeddings alone)
 
+    - `paceline serve qwen2.5-coder-0.5b smollm2-135m --alias gpt-4o-mini=smollm2-135m`
+
     - `paceline serve ./model.gguf --host 0.0.0.0 --port 9000 --max-num-seqs 8 --kv-memory 1G`
 
     - `curl localhost:8000/v1/chat/completions -H 'content-type: application/json' -d
       '{"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]}'`
     """
     from paceline.cli.loading import find_model
+    from paceline.cli.serve_models import Wanted, read_aliases
     from paceline.embedding.build import is_encoder
     from paceline.server.admission import Limits
     from paceline.server.cors import check_origins
@@ -189,10 +215,12 @@ def serve(
         grace_s=grace,
     )
     config = structs.replace(config, ledger=ledger)
-    path = find_model(model)
+    named = read_aliases(models, alias or ())
+    model, path = models[0], find_model(models[0])
     try:
-        if is_encoder(path):
+        if len(models) == 1 and is_encoder(path):
             _refuse({
+                "--alias": alias, "--model-memory": model_memory,
                 "--max-queue": max_queue, "--queue-timeout": queue_timeout, "--otel": otel or None,
                 "--access-log": access_log, "--chat-template": chat_template,
             })  # fmt: skip
@@ -200,10 +228,12 @@ def serve(
         else:
             if weights != "file":
                 raise ParameterError("--weights is for models that embed: leave it out")
-            _serve_decoder(
-                model, config, front, limits, pooling=pooling, page=page, access_log=access_log,
-                otel=otel, chat_template=chat_template,
+            wanted = Wanted(
+                models=named, config=config, limits=limits, pooling=pooling,
+                num_tenants=1 if front.keys is None else front.keys.num_tenants,
+                chat_template=chat_template, memory=model_memory,
             )  # fmt: skip
+            _serve_decoders(wanted, front, page=page, access_log=access_log, otel=otel)
     finally:
         gc.unfreeze()  # or the native objects in the server's cycles outlive their module
 
@@ -237,42 +267,25 @@ class _Front(Struct, frozen=True, kw_only=True):
         serve_app(app, self.listener, life=self.life, grace_s=self.grace_s, stop=stop, tls=self.tls)
 
 
-def _serve_decoder(
-    model: str,
-    config: EngineConfig,
-    front: _Front,
-    limits: Limits,
-    *,
-    pooling: str | None,
-    page: bool,
-    access_log: str | None,
-    otel: bool,
-    chat_template: str | None,
+def _serve_decoders(
+    wanted: Wanted, front: _Front, *, page: bool, access_log: str | None, otel: bool
 ) -> None:
-    from paceline.cli.loading import load
-    from paceline.embedding.build import embeddings_of
+    from paceline.cli.serve_models import open_models
     from paceline.server.access_log import AccessLog
-    from paceline.server.answers import STOP_TIMEOUT_S
-    from paceline.server.app import create_app
-    from paceline.server.embeddings import Embeddings
+    from paceline.server.app import create_models_app
     from paceline.server.spans import Spans, otlp_provider
 
     log = None if access_log is None else AccessLog(access_log)
     provider = otlp_provider() if otel else None
-    loaded = load(model, config, chat_template_file=chat_template)
-    spans = None if provider is None else Spans(provider, model=loaded.name)
+    models = open_models(wanted)
+    spans = None if provider is None else Spans(provider, model=models.first.name)
     observers = [observer for observer in (log, spans) if observer is not None]
-    embeddings = Embeddings(embeddings_of(loaded, pooling), max_waiting=limits.max_tokens)
-    app = create_app(
-        loaded, observers=observers, life=front.life, keys=front.keys, limits=limits, page=page,
-        embeddings=embeddings, cors_origins=front.cors_origins,
+    app = create_models_app(
+        models, observers=observers, life=front.life, keys=front.keys, page=page,
+        cors_origins=front.cors_origins,
     )  # fmt: skip
-
-    def stop() -> None:
-        loaded.engine.stop(STOP_TIMEOUT_S)
-        embeddings.close()
-
-    front.run(app, loaded.name, stop, page=page)
+    names = ", ".join(entry.name for entry in models.entries)
+    front.run(app, names, models.stop, page=page)
 
 
 def _serve_encoder(

@@ -45,6 +45,7 @@ class EmbeddingModel(Struct, frozen=True, kw_only=True):
     max_len: int
     pooling: Pooling
     open: Callable[[], Embedder]
+    aliases: tuple[str, ...] = ()  # other names that it answers to
 
     def encode(self, text: str, *, param: str = "input") -> list[int]:
         """Return the token ids of a text. Raises ParameterError for one that cannot be embedded."""
@@ -118,6 +119,7 @@ def embeddings_of(loaded: LoadedModel, pooling: str | None) -> EmbeddingModel:
         dim=loaded.checkpoint.config.hidden_size,
         max_len=max_len,
         pooling=chosen,
+        aliases=loaded.aliases,
         open=lambda: open_embedder(
             loaded.checkpoint, loaded.config, max_len=max_len, pooling=chosen
         ),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.engine.speculation.base import Proposer
     from paceline.engine.speculation.draft_load import DraftWeights
     from paceline.engine.speculation.load import Speculation
+    from paceline.engine.turns import Turns
     from paceline.measure.recorder import StepRecorder
     from paceline.structured.grammar import Grammar
     from paceline.structured.grammars import Grammars
@@ -64,6 +65,7 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv: KVSize
     load_s: float
+    aliases: tuple[str, ...] = ()  # other names that it answers to
 
     @property
     def default_params(self) -> dict[str, Any]:
@@ -147,12 +149,18 @@ def load_model(
     *,
     path: Path | None = None,
     chat_template: str | None = None,
+    available_bytes: int | None = None,
+    turns: Turns | None = None,
+    recorder: StepRecorder | None = None,
 ) -> LoadedModel:
     """Load `model` (catalogue name, GGUF file, folder or hub id; pulled if need be).
 
     `path` is where it lies, if that is known already. `chat_template` is a Jinja source that
     replaces the model's own. The tokenizer is built in a second thread while the weights are
     mapped and packed.
+
+    Beside other models in a process it has `available_bytes` instead of all that is free, takes
+    `turns`, and goes on with the `recorder` of its engine before.
     """
     start = time.monotonic()
     speculation = _parse_speculation(config)
@@ -171,7 +179,7 @@ def load_model(
             checkpoint.config,
             config,
             weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
-            available_bytes=available_memory(),
+            available_bytes=available_memory() if available_bytes is None else available_bytes,
         )
         num_draft_blocks = 0
         if draft is not None:
@@ -183,7 +191,8 @@ def load_model(
         proposer = _new_proposer(speculation, draft, num_draft_blocks, tokenizer)
     from paceline.structured.grammars import Grammars
 
-    recorder = _new_recorder(checkpoint, config) if config.ledger else None
+    if recorder is None and config.ledger:
+        recorder = _new_recorder(checkpoint, config)
     isa = str(getattr(backend, "isa", config.backend))
     engine = Engine(
         backend=backend,
@@ -196,6 +205,7 @@ def load_model(
         recorder=recorder,
         proposer=proposer,
         identity=_kv_identity(checkpoint.path, config, isa),
+        turns=turns,
     )
     loaded = LoadedModel(
         name=display_name(model),

@@ -46,25 +46,27 @@ def check_pin(request: Request, cache: PrefixCache | None) -> None:
 def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) -> None:
     """Raise unless prompt and one token more fit the context and the KV pool.
 
-    A longer answer than fits is no error: it ends with finish_reason "length".
+    A prompt that is only scored needs no room for another token. A longer answer than fits is no
+    error: it ends with finish_reason "length".
     """
     num_prompt = len(request.prompt_token_ids)
     max_tokens = request.params.max_tokens
     asked = "any number" if max_tokens is None else str(max_tokens)
+    num_more = 0 if max_tokens == 0 else 1
     if num_prompt == 0:
         raise ParameterError("the prompt is empty: give at least one token", param="prompt")
-    if num_prompt >= max_model_len:
+    if num_prompt + num_more > max_model_len:
         raise PromptTooLongError(
             f"the context is {max_model_len} tokens; the prompt has {num_prompt} and {asked} "
-            f"more are requested: shorten the prompt to {max_model_len - 1} or, if the model's "
-            f"context is longer, raise --max-model-len or --kv-memory",
+            f"more are requested: shorten the prompt to {max_model_len - num_more} or, if the "
+            f"model's context is longer, raise --max-model-len or --kv-memory",
             param="prompt",
         )
-    if num_prompt >= num_pool_tokens:
+    if num_prompt + num_more > num_pool_tokens:
         raise PromptTooLongError(
             f"the KV pool holds {num_pool_tokens} tokens; the prompt has {num_prompt} and {asked} "
             f"more are requested (the context is {max_model_len}): shorten the prompt to "
-            f"{num_pool_tokens - 1} or raise --kv-memory",
+            f"{num_pool_tokens - num_more} or raise --kv-memory",
             param="prompt",
         )
 

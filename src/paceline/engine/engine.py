@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from paceline.backends.base import Backend
@@ -43,7 +44,8 @@ class Engine:
 
     `submit`, `abort` and `stats` may be called from any thread. Everything else happens on one
     thread: the engine's own between `start` and `stop`, or the caller of `step`. An exception in
-    a step fails the sequences of that step only.
+    a step fails the sequences of that step only. The engine's own thread enters `turns` around
+    each step.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         pace: Pace | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         identity: str = "",
+        turns: AbstractContextManager[int] | None = None,
     ) -> None:
         self.last_step = StepStats()
         self.max_model_len = max_model_len
@@ -114,6 +117,8 @@ class Engine:
             recorder=self._recorder,
             clock=clock,
         )
+        self._turns = nullcontext(0) if turns is None else turns
+        self._turn_ns = 0  # how long the turn of the step was waited for
         self._num_steps = 0
         self._wakeup = threading.Condition()  # guards all below
         self._num_requests = self._num_sequences = 0
@@ -252,6 +257,7 @@ class Engine:
             self._read_inbox()
         start_ns = self._clock()
         schedule = self._scheduler.schedule(start_ns)
+        schedule.turn_ns = self._turn_ns
         if not schedule.chunks:
             return False
         try:
@@ -280,7 +286,8 @@ class Engine:
                 if self._is_stopping:
                     break
             try:
-                self.step()
+                with self._turns as self._turn_ns:
+                    self.step()
             except Exception as error:
                 log.exception("the engine failed between steps")
                 self._requests.fail_all(f"the engine failed: {error}")

@@ -34,6 +34,7 @@ class Schedule(Struct):
     num_prefill_tokens: int = 0
     num_drafted: int = 0  # of the tokens: guesses (`speculation`)
     draft_ns: int = 0  # how long it took to make them
+    turn_ns: int = 0  # how long other engines' steps had kept it from beginning
 
 
 class Scheduler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 if TYPE_CHECKING:
     from paceline.engine.speculation.stats import SpecStats
@@ -28,6 +29,29 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     num_blocks_restored: int = 0  # and read from it
     num_forced_tokens: int = 0  # chosen without a step of their own: a structure left no choice
     speculation: SpecStats | None = None  # None: off
+
+    @property
+    def kv_use(self) -> float:
+        """The share of the blocks that is in use, 0 to 1."""
+        return self.num_live_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """Return these with the totals of an engine before this one added to theirs."""
+        sums = {name: getattr(self, name) + getattr(earlier, name) for name in _TOTALS}
+        speculation = self.speculation or earlier.speculation
+        if self.speculation is not None and earlier.speculation is not None:
+            speculation = self.speculation.after(earlier.speculation)
+        return replace(self, **sums, speculation=speculation)
+
+
+_FIELDS = EngineStats.__struct_fields__
+_TOTALS = tuple(
+    name for name in _FIELDS[_FIELDS.index("num_preemptions") :] if name != "speculation"
+)
+NO_ENGINE = EngineStats(
+    num_running=0, num_waiting=0, num_free_blocks=0, num_live_blocks=0, num_cached_blocks=0,
+    num_blocks=0, num_preemptions=0, num_steps=0, num_generated_tokens=0,
+)  # fmt: skip
 
 
 class StepStats(Struct, frozen=True, kw_only=True):

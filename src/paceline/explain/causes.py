@@ -25,6 +25,7 @@ WORDS = {
     "others_decode": "the tokens of others in its steps",
     "prefix": "waiting for another call that computes the same beginning",
     "queue": "waiting for a seat or for room in a step",
+    "models": "other models of the server: their steps, and waiting until its own is loaded",
     "kv_memory": "waiting for KV memory, and computing again what a preemption threw away",
     "overhead": "Python around the steps: parsing, scheduling, sampling, text",
     "reader": "a client that reads slowly",
@@ -34,7 +35,7 @@ _CAUSE_OF = {
     "prefill": "prefill", "decode": "decode", "prefill_others": "others_prefill",
     "decode_others": "others_decode", "queue_budget": "queue", "queue_kv": "kv_memory",
     "queue_prefix": "prefix", "recompute": "kv_memory", "draft": "drafts",
-    "verify": "drafts", "send": "reader", "receive": "upload",
+    "verify": "drafts", "send": "reader", "receive": "upload", "load": "models", "turn": "models",
 }  # fmt: skip
 _NEIGHBOURS = 0.05  # of all calls: as many as a percentile's causes are averaged over
 

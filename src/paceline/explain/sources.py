@@ -14,8 +14,8 @@ from paceline.remote import fetch_trace
 
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
 _BEFORE_FIRST = frozenset({
-    "receive", "parse", "template", "tokenise", "queue_budget", "queue_prefix", "cache_lookup",
-    "prefill", "prefill_others",
+    "receive", "load", "parse", "template", "tokenise", "queue_budget", "queue_prefix",
+    "cache_lookup", "prefill", "prefill_others",
 })  # fmt: skip
 
 

@@ -17,12 +17,14 @@ class Part(enum.IntEnum):
     """
 
     RECEIVE = 0
+    LOAD = enum.auto()
     PARSE = enum.auto()
     TEMPLATE = enum.auto()
     TOKENISE = enum.auto()
     QUEUE_BUDGET = enum.auto()
     QUEUE_KV = enum.auto()
     QUEUE_PREFIX = enum.auto()
+    TURN = enum.auto()
     CACHE_LOOKUP = enum.auto()
     ENGINE = enum.auto()
     PREFILL = enum.auto()

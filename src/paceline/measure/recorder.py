@@ -79,6 +79,13 @@ class StepRecorder:
         self._is_short = False
         self._schedule_ns = 0
 
+    def successor(self) -> StepRecorder:
+        """Return a recorder for the next engine of the model: it goes on with log and totals."""
+        recorder = StepRecorder()
+        recorder.log, recorder.counters = self.log, self.counters
+        recorder._record = StepRecord(number=self._record.number)
+        return recorder
+
     def open(self, begin_ns: int, now_ns: int) -> Ledger:
         ledger = Ledger(begin_ns=begin_ns, mark_ns=begin_ns, short_ns=0)
         ledger.spend(Part.ENGINE, now_ns)
@@ -136,6 +143,9 @@ class StepRecorder:
         ledgers = [alone.ledger for alone in self._alone]
         if self._sharing:
             ledgers.append(self._common)
+            if schedule.turn_ns:
+                self._common.spend(Part.ENGINE, start_ns - schedule.turn_ns)
+                self._common.spend(Part.TURN, start_ns)
         for ledger in ledgers:
             if schedule.draft_ns:
                 ledger.spend(Part.ENGINE, scheduled_ns - schedule.draft_ns)
@@ -169,7 +179,7 @@ class StepRecorder:
             else:
                 ledger = _ledger(seq)
                 ledger.leave()
-                self._book_begin(ledger, seq, schedule.start_ns, built_ns)
+                self._book_begin(ledger, seq, schedule, built_ns)
                 chunk = _chunk(seq, ledger, n)
                 self._alone.append(_Alone(seq, ledger, chunk))
             chunks.append(chunk)
@@ -178,13 +188,15 @@ class StepRecorder:
                 _ledger(seq).leave()
         return tuple(chunks)
 
-    def _book_begin(self, ledger: Ledger, seq: Sequence, start_ns: int, built_ns: int) -> None:
+    def _book_begin(self, ledger: Ledger, seq: Sequence, schedule: Schedule, built_ns: int) -> None:
         if not ledger.num_steps:
             request = seq.request
             ledger.num_repeated = self._repeats.see(
                 request.prompt_token_ids, salt=request.cache_salt
             )
-        self._book_wait(ledger, seq, start_ns)
+        start_ns = schedule.start_ns
+        self._book_wait(ledger, seq, max(start_ns - schedule.turn_ns, ledger.mark_ns))
+        ledger.spend(Part.TURN, start_ns)
         if seq.chain is not None and seq.chain.lookup_ns > ledger.lookup_ns:
             spent_ns = seq.chain.lookup_ns - ledger.lookup_ns
             ledger.lookup_ns += spent_ns

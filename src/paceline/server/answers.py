@@ -6,12 +6,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from msgspec import Struct
 from starlette.responses import Response
@@ -27,7 +25,6 @@ from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
 from paceline.server.door import cache_salt, tenant
 from paceline.server.errors import ApiError
-from paceline.server.openai import read_chat, read_completion
 from paceline.server.params import (
     check_stream_options,
     deadline,
@@ -36,7 +33,6 @@ from paceline.server.params import (
     split_prompts,
     structured_field,
 )
-from paceline.server.reports import Reports
 from paceline.server.schema import ChatRequest, CompletionRequest
 from paceline.server.sse import EventStream
 from paceline.server.timekeeping import CALL
@@ -77,36 +73,24 @@ class Prepared(Struct, frozen=True):
 
 
 class Answers:
-    """Answers calls for one loaded model. Its lifespan is the engine's."""
+    """Answers calls for one loaded model, whose engine the caller starts and stops."""
 
-    def __init__(
-        self, loaded: LoadedModel, reports: Reports, limits: Limits, *, num_tenants: int = 1
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, limits: Limits, *, num_tenants: int = 1) -> None:
         self._loaded = loaded
-        self._reports = reports
         self._admission = Admission(limits, num_tenants=num_tenants)
         self._outbox: Outbox | None = None
         self._num_open = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
         self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 
-    @asynccontextmanager
-    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+    def start(self) -> None:
+        """Take calls from now on. For the event loop's thread."""
         self._outbox = Outbox(asyncio.get_running_loop())
-        self._loaded.engine.start()
-        try:
-            yield
-        finally:
-            await asyncio.to_thread(self._loaded.engine.stop, STOP_TIMEOUT_S)
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._compilers.shutdown(wait=False, cancel_futures=True)
-            await asyncio.to_thread(self._reports.close)
 
-    async def chat(self, http: HttpRequest) -> Response:
-        return await self.answer(http, read_chat)
-
-    async def completions(self, http: HttpRequest) -> Response:
-        return await self.answer(http, read_completion)
+    def close(self) -> None:
+        """End the threads; what they have not begun is left."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     async def answer(
         self, http: HttpRequest, read: Read, *, is_quick: Callable[[bytes], bool] = is_short
@@ -131,7 +115,7 @@ class Answers:
         asked = read(body)
         with own_words(asked):
             request = asked.request
-            check_model(request.model, self._loaded.name)
+            check_model(request.model, self._loaded)
             check_stream_options(request)
             params = sampling_params(request, self._loaded.default_params)
             if isinstance(request, ChatRequest):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -13,20 +15,19 @@ from paceline import __version__
 from paceline.engine.build import LoadedModel
 from paceline.errors import PacelineError
 from paceline.server.admission import Limits
-from paceline.server.answers import Answers
 from paceline.server.body import request_id
 from paceline.server.cors import add_cors
 from paceline.server.door import Door, Keys, Life
 from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
 from paceline.server.errors import ApiError, as_api_error, error_response
-from paceline.server.messages.routes import MessageRoutes
+from paceline.server.models.entry import Entry
+from paceline.server.models.models import Models
+from paceline.server.models.routes import ModelRoutes, UseUntilEnd
 from paceline.server.page.routes import add_page
-from paceline.server.prefixes import PrefixRoutes
 from paceline.server.reports import Observer, Reports
 from paceline.server.responses.routes import ResponseRoutes
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
-from paceline.server.tokens import TokenRoutes
 
 _PREFIXES = "/v1/cache/prefixes"
 _GENERATING = frozenset(
@@ -45,56 +46,82 @@ def create_app(
     embeddings: Embeddings | None = None,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Return the ASGI app that serves `loaded`; its lifespan starts and stops the engine.
+    """Return the ASGI app that serves `loaded` alone; `limits` bound its queue.
+
+    `embeddings` answers /v1/embeddings. The rest is as in `create_models_app`.
+    """
+    num_tenants = 1 if keys is None else keys.num_tenants
+    models = Models([Entry.of(loaded, embeddings)], limits=limits, num_tenants=num_tenants)
+    return create_models_app(
+        models, observers=observers, life=life, keys=keys, page=page, cors_origins=cors_origins,
+        embeds=embeddings is not None,
+    )  # fmt: skip
+
+
+def create_models_app(
+    models: Models,
+    *,
+    observers: Iterable[Observer] = (),
+    life: Life | None = None,
+    keys: Keys | None = None,
+    page: bool = True,
+    cors_origins: Sequence[str] = (),
+    embeds: bool = True,
+) -> FastAPI:
+    """Return the ASGI app that serves `models`; its lifespan starts and stops their engines.
 
     The lifespan's end closes the observers, too. `life` is where it looks whether it is being
-    stopped; `keys` are the only ones that it answers, None answers all; `limits` bound the queue.
-    `page` says whether `GET /` is a page. `embeddings` answers /v1/embeddings, and is closed by the
-    caller. Pages of `cors_origins` may call.
+    stopped; `keys` are the only ones that it answers, None answers all. `page` says whether
+    `GET /` is a page, `embeds` whether there is a /v1/embeddings. Pages of `cors_origins` may call.
     """
-    reports = Reports(loaded, observers)
+    reports = Reports(models, observers)
     life = life or Life()
-    num_tenants = 1 if keys is None else keys.num_tenants
-    answers = Answers(loaded, reports, limits or Limits(), num_tenants=num_tenants)
-    status = Status(loaded, life)
-    tokens = TokenRoutes(loaded)
-    messages = MessageRoutes(loaded, answers)
-    responses = ResponseRoutes(answers)
-    prefixes = PrefixRoutes(loaded, answers, num_tenants=num_tenants)
-    app = FastAPI(title="Paceline", version=__version__, lifespan=answers.lifespan, docs_url=None,
-                  redoc_url=None)  # fmt: skip
+    status = Status(models, life)
+    routes = ModelRoutes(models)
+    responses = ResponseRoutes(routes)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with models.lifespan(app):
+                yield
+        finally:
+            await asyncio.to_thread(reports.close)
+
+    app = FastAPI(
+        title="Paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     for path, method, endpoint in (
         ("/health", "GET", status.health),
         ("/ready", "GET", status.ready),
         ("/version", "GET", status.version),
-        ("/tokenize", "POST", tokens.tokenize),
-        ("/detokenize", "POST", tokens.detokenize),
+        ("/tokenize", "POST", routes.tokenize),
+        ("/detokenize", "POST", routes.detokenize),
         ("/v1/models", "GET", status.models),
         ("/v1/models/{name:path}", "GET", status.model),
-        ("/v1/chat/completions", "POST", answers.chat),
-        ("/v1/completions", "POST", answers.completions),
-        ("/v1/messages", "POST", messages.create),
-        ("/v1/messages/count_tokens", "POST", messages.count_tokens),
+        ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/completions", "POST", routes.completions),
+        ("/v1/messages", "POST", routes.message),
+        ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/v1/responses", "POST", responses.create),
         ("/v1/responses/{response_id}", "GET", responses.retrieve),
         ("/v1/responses/{response_id}", "DELETE", responses.delete),
         ("/v1/responses/{response_id}/cancel", "POST", responses.cancel),
         ("/v1/responses/{response_id}/input_items", "GET", responses.input_items),
-        (_PREFIXES, "POST", prefixes.create),
-        (_PREFIXES, "GET", prefixes.pinned),
-        (_PREFIXES + "/{name}", "DELETE", prefixes.unpin),
+        (_PREFIXES, "POST", routes.warm_prefix),
+        (_PREFIXES, "GET", routes.pinned),
+        (_PREFIXES + "/{name:path}", "DELETE", routes.unpin),
         ("/v1/requests/{key}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
         ("/v1/paceline/live", "GET", reports.live),
         ("/metrics", "GET", reports.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    if embeddings is not None:
-        app.add_api_route(
-            EMBEDDINGS_PATH, embeddings.embeddings, methods=["POST"], response_model=None
-        )
+    if embeds:
+        app.add_api_route(EMBEDDINGS_PATH, routes.embeddings, methods=["POST"], response_model=None)
     if page:
         add_page(app)
+    app.add_middleware(UseUntilEnd)
     app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING | {EMBEDDINGS_PATH})
     app.add_middleware(Timekeeping, paths=_GENERATING, on_open=reports.open,
                        on_close=reports.add)  # fmt: skip
@@ -120,4 +147,5 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(http: HttpRequest, error: Exception) -> Response:
         bug = ApiError(500, "the server failed on this request; its log says why")
-        return error_response(bug, path=http.url.path)
+        # The server closes the connection after it: who would reuse it must be told.
+        return error_response(bug, {"connection": "close"}, path=http.url.path)

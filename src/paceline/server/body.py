@@ -14,10 +14,22 @@ from paceline.server.timekeeping import CALL
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
+_BODY = "paceline_body"
 
 
 async def read_body(http: HttpRequest) -> bytes:
-    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 408, 413 or 415."""
+    """Return the JSON body, at most MAX_BODY_BYTES long. Raises ApiError 408, 413 or 415.
+
+    It is read once: who asks again, to look for the model or to answer, gets the same.
+    """
+    state = http.scope.setdefault("state", {})
+    if _BODY not in state:
+        state[_BODY] = await _read_body(http)
+    body: bytes = state[_BODY]
+    return body
+
+
+async def _read_body(http: HttpRequest) -> bytes:
     # Scripts may leave the type out; a page of another site could send such a body unasked.
     default = "" if "origin" in http.headers else "application/json"
     kind = http.headers.get("content-type", default).split(";")[0].strip().lower()

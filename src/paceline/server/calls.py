@@ -58,6 +58,7 @@ class Call(Struct, eq=False, kw_only=True):
     began_at: float = field(default_factory=time.time)  # Unix seconds, for logs
     id: str = ""  # of the answer
     request_id: str = ""  # X-Request-Id
+    model: str = ""  # that it asked for; of a call that names none, the server's first
     traceparent: str = ""
     client: str = ""
     is_stream: bool = False

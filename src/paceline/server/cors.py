@@ -12,11 +12,15 @@ from paceline.errors import ParameterError
 
 ANY = "*"
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-fA-F:]+\](:\d{1,5})?")
+_DEFAULT_PORT = re.compile(r"^(http(?=:.*:80$)|https(?=:.*:443$))(.*):\d+$")
 _EXPOSED = ("retry-after", "server-timing", "x-request-id")
 
 
 def check_origins(origins: Sequence[str]) -> tuple[str, ...]:
-    """Return `origins`, or raise ParameterError for one that no browser would send."""
+    """Return `origins` as browsers send them, or raise ParameterError for one that is none.
+
+    A browser writes host names small and leaves out the port that the scheme has anyway.
+    """
     for origin in origins:
         if origin != ANY and not _ORIGIN.fullmatch(origin):
             raise ParameterError(
@@ -24,7 +28,7 @@ def check_origins(origins: Sequence[str]) -> tuple[str, ...]:
                 "https://example.org or http://localhost:3000, or * for every site",
                 param="cors_origin",
             )
-    return tuple(origins)
+    return tuple(_DEFAULT_PORT.sub(r"\1\2", origin.lower()) for origin in origins)
 
 
 def add_cors(app: FastAPI, origins: Sequence[str]) -> None:

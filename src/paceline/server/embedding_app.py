@@ -80,7 +80,7 @@ class _Status:
         return _json({"object": "list", "data": [self._object()]})
 
     async def model(self, name: str) -> Response:
-        check_model(name, self._model.name)
+        check_model(name, self._model)
         return _json(self._object())
 
     async def writes_nothing(self) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal
 
 import msgspec
@@ -45,9 +45,15 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 class Embeddings:
     """Answers calls for one model. `max_waiting` bounds the tokens of all calls in the queue."""
 
-    def __init__(self, model: EmbeddingModel, *, max_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        model: EmbeddingModel,
+        *,
+        max_waiting: int | None = None,
+        turns: AbstractContextManager[int] | None = None,
+    ) -> None:
         self.model = model
-        self._queue = EmbeddingQueue(model.open, dim=model.dim)
+        self._queue = EmbeddingQueue(model.open, dim=model.dim, turns=turns)
         self._max_waiting = max_waiting or MAX_WAITING_TOKENS
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedding-text")
 
@@ -88,7 +94,7 @@ class Embeddings:
         """Return the request and the token ids of its texts. Raises ApiError or ParameterError."""
         request = parse(body, EmbeddingRequest)
         model = self.model
-        check_model(request.model, model.name)
+        check_model(request.model, model)
         if request.dimensions not in (None, model.dim):
             raise ApiError(
                 400, f"dimensions is {request.dimensions}: the vectors of {model.name} have "

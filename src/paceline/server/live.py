@@ -63,7 +63,7 @@ class LiveView:
     """
 
     def __init__(self, recorder: StepRecorder | None) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._seconds: dict[int, Second] = {}
         self._last_ns: dict[tuple[str, int], int] = {}  # a sequence's last token
         self._calls: deque[Seen] = deque(maxlen=MAX_CALLS)
@@ -82,13 +82,12 @@ class LiveView:
         now_ns = time.monotonic_ns()
         now_s = now_ns // 10**9
         with self._lock:
-            if self._recorder is not None:
-                self._take_steps(self._recorder.log.since(self._steps_until_ns))
+            if self.recorder is not None:
+                self._take_steps(self.recorder.log.since(self._steps_until_ns))
             self._take_calls(calls)
             begin_ns = now_ns - HISTORY_S * 10**9
             recent = [seen for seen in self._calls if seen.call.end_ns > begin_ns]
-            usage = stats.num_live_blocks / stats.num_blocks
-            self._second(now_s).state = stats.num_running, stats.num_waiting, usage
+            self._second(now_s).state = stats.num_running, stats.num_waiting, stats.kv_use
             for second in [s for s in self._seconds if s <= now_s - HISTORY_S]:
                 del self._seconds[second]
             first = max(after_s, now_s - HISTORY_S) + 1
@@ -157,7 +156,7 @@ class LiveView:
             "kv_use": [state[2] for state in states],
             "ttft_ms": [_quantile(second.ttft_ms, 0.5) for second in shown],
         }
-        if self._recorder is None:
+        if self.recorder is None:
             return columns
         for kind in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE, Part.VERIFY):
             columns[kind.label] = [second.tokens[kind] for second in shown]
@@ -165,7 +164,7 @@ class LiveView:
         columns["new_tokens"] = [second.num_new for second in shown]
         columns["itl_p50_ms"] = [_gap_ms(second.gaps, 0.5) for second in shown]
         columns["itl_p99_ms"] = [_gap_ms(second.gaps, 0.99) for second in shown]
-        work = self._recorder.counters.work
+        work = self.recorder.counters.work
         if work is not None:
             columns["read_bytes_per_s"] = [
                 _rate(work.weight_bytes * s.num_steps + s.kv_bytes, s) for s in shown

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,58 +19,60 @@ from paceline.measure.ledger import Part
 from paceline.server.meters import CallMeters
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
     from paceline.engine.speculation.stats import SpecStats
+    from paceline.engine.stats import EngineStats
     from paceline.measure.recorder import StepRecorder
 
 _T = TypeVar("_T")
 Labelled = Mapping[tuple[str, ...], _T]  # values of the labels beyond model_name and engine
 
 
-class Metrics:
-    """Writes the exposition. Nothing is computed before somebody asks for it."""
+class Source(Protocol):
+    """An engine, or what stands for those that a model had."""
 
-    content_type = CONTENT_TYPE_LATEST
+    def stats(self) -> EngineStats: ...
+
+
+class Metrics:
+    """The families of one model. Nothing is computed before somebody asks for it."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Source,
         recorder: StepRecorder | None,
         calls: CallMeters,
         *,
         model: str,
     ) -> None:
+        self.is_loaded, self.num_loads = True, 1
         self.read_bandwidth = 0.0  # of the machine, bytes a second; 0: not measured
         self.int8_macs_s = 0.0  # likewise; 0: `paceline roofline` has not run here
-        self._engine, self._recorder, self._calls = engine, recorder, calls
+        self.recorder = recorder
+        self._engine, self._calls = engine, calls
         self._names, self._values = ["model_name", "engine"], [model, "0"]
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families (the protocol of prometheus_client's collectors)."""
         yield from self._state()
         yield from self._answers()
         yield from self._ledgers()
-        if self._recorder is not None:
-            yield from self._steps(self._recorder)
+        if self.recorder is not None:
+            yield from self._steps(self.recorder)
 
     def _state(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        usage = stats.num_live_blocks / stats.num_blocks
         for name, help_text, value in (
             ("vllm:num_requests_running", "Sequences that hold KV memory.", stats.num_running),
             ("vllm:num_requests_waiting", "Sequences that wait for it.", stats.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", usage),
+            ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", stats.kv_use),
             ("paceline:kv_blocks_live", "KV blocks in use.", stats.num_live_blocks),
             ("paceline:kv_blocks_cached", "KV blocks kept for reuse.", stats.num_cached_blocks),
             ("paceline:kv_blocks", "KV blocks in all.", stats.num_blocks),
+            ("paceline:model_loaded", "1 while the model is in memory.", self.is_loaded),
         ):
             yield self._gauge(name, help_text, value)
         for name, help_text, total in (
+            ("paceline:model_loads", "Times the model was loaded.", self.num_loads),
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:generation_tokens", "Tokens chosen.", stats.num_generated_tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried),
@@ -205,6 +207,29 @@ class Metrics:
         for label_values, histogram in values.items():
             family.add_metric([*self._values, *label_values], _buckets(histogram), histogram.total)
         return family
+
+
+class _Together:
+    """A collector of several models: all samples of a family stand together, as the format asks."""
+
+    def __init__(self, models: Sequence[Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model in self._models:
+            for family in model.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
+
+
+def exposition(models: Sequence[Metrics]) -> bytes:
+    """Return what Prometheus is told of these models."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Together(models))
+    return generate_latest(registry)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

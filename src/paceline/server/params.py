@@ -50,7 +50,15 @@ def sampling_params(
 
 
 def _max_tokens(request: ChatRequest | CompletionRequest) -> int | None:
-    if isinstance(request, CompletionRequest) or request.max_completion_tokens is None:
+    if isinstance(request, CompletionRequest):
+        if request.max_tokens == 0 and not (request.echo and request.logprobs is not None):
+            raise ApiError(
+                400, "max_tokens is 0: it must be at least 1; to score a prompt send echo: true "
+                "and logprobs with it",
+                param="max_tokens",
+            )  # fmt: skip
+        return request.max_tokens
+    if request.max_completion_tokens is None:
         return request.max_tokens
     if request.max_tokens not in (None, request.max_completion_tokens):
         raise ApiError(

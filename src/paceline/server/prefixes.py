@@ -80,6 +80,10 @@ class PrefixAsked(msgspec.Struct, frozen=True):
         return error
 
 
+def no_pin(name: str) -> ApiError:
+    return ApiError(404, f"there is no pin {name!r}", param="id", code="pin_not_found")
+
+
 class PrefixWriter(Formatter):
     """Writes what became of a prefix, never in a stream."""
 
@@ -119,26 +123,24 @@ class PrefixRoutes:
     async def create(self, http: HttpRequest) -> Response:
         return await self._answers.answer(http, partial(self._read, tenant(http.scope)))
 
-    async def pinned(self, http: HttpRequest) -> Response:
-        """List the pins of whoever asks."""
-        owner, pins = tenant(http.scope), self._loaded.engine.pins()
-        data = [
+    def pinned(self, owner: str) -> list[dict[str, Any]]:
+        """Return what `owner` has pinned."""
+        pins = self._loaded.engine.pins()
+        return [
             {**entry.told, "pinned_tokens": pins[name]}
             for name, entry in self._entries.items()
             if name in pins and entry.owner == owner
         ]
-        body = {"object": "list", "data": data}
-        return Response(msgspec.json.encode(body), media_type="application/json")
 
-    async def unpin(self, http: HttpRequest, name: str) -> Response:
+    def unpin(self, owner: str, name: str) -> bool:
+        """Let a pin of `owner` go. Return whether it was there."""
         entry = self._entries.get(name)
-        is_known = entry is not None and entry.owner == tenant(http.scope)
+        is_known = entry is not None and entry.owner == owner
         if not is_known or not self.pinned_tokens(name):
-            raise ApiError(404, f"there is no pin {name!r}", param="id", code="pin_not_found")
+            return False
         del self._entries[name]
         self._loaded.engine.unpin(name)
-        body = {"id": name, "object": "cache.prefix", "deleted": True}
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return True
 
     def pinned_tokens(self, name: str) -> int:
         return self._loaded.engine.pins().get(name, 0)
@@ -153,7 +155,7 @@ class PrefixRoutes:
 
     def _read(self, owner: str, body: bytes) -> PrefixAsked:
         given = parse(body, PrefixRequest)
-        check_model(given.model, self._loaded.name)
+        check_model(given.model, self._loaded)
         ids = self._encode(given)
         prefix = blake2b(msgspec.json.encode([ids, given.cache_salt]), digest_size=16).digest()
         known = self._pin_of(owner, prefix) if given.pin else None

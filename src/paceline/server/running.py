@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 class RunningCalls:
     """Read and written on the event loop. Iterating gives `so_far` of each, oldest first."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine_of: Callable[[Call], Engine | None]) -> None:
+        self._engine_of = engine_of
         self._calls: dict[int, Call] = {}  # by the object's id: a call has no name at first
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def __iter__(self) -> Iterator[Call]:
-        return (so_far(call, self._engine) for call in self._calls.values())
+        return (so_far(call, self._engine_of(call)) for call in self._calls.values())
 
     def add(self, call: Call) -> None:
         self._calls[id(call)] = call
@@ -37,18 +37,19 @@ class RunningCalls:
         """Return `so_far` of the latest call with this id or X-Request-Id."""
         for call in reversed(self._calls.values()):
             if key and key in (call.id, call.request_id):
-                return so_far(call, self._engine)
+                return so_far(call, self._engine_of(call))
         return None
 
 
-def so_far(call: Call, engine: Engine) -> Call:
-    """Return a copy of an open call in which the choices that still run end now.
+def so_far(call: Call, engine: Engine | None) -> Call:
+    """Return a copy of an open call in which the choices that still run in `engine` end now.
 
     A choice that waits for its prompt, which another one computes, is left out.
     """
     now_ns = time.monotonic_ns()
     choices: dict[int, Ended] = {}
-    for prompt_idx in range(call.num_choices // call.n):
+    for prompt_idx in range(0 if engine is None else call.num_choices // call.n):
+        assert engine is not None
         sequences = engine.running(engine_id(call.id, prompt_idx))
         waiting = {sibling.index for seq in sequences for sibling in seq.siblings}
         for seq in sequences:

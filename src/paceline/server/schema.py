@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from paceline.server.errors import ApiError
+from paceline.server.refusals import refusal
 from paceline.server.tools import ToolChoice, Tools
 
 # Fields of OpenAI that this server does not act on, and the values that ask for nothing.
@@ -156,9 +156,6 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
 _RequestT = TypeVar("_RequestT", bound=msgspec.Struct)
 _T = TypeVar("_T")
-_LOCATION = re.compile(r"^(?P<rule>.*) - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$", re.DOTALL)
-_UNKNOWN = re.compile(r"unknown field `([^`]+)`")
-_MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
 def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
@@ -181,7 +178,7 @@ def converted(value: Any, kind: type[_T], *, within: str = "") -> _T:
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), within=within) from None
+        raise refusal(str(error), value, kind, within=within) from None
 
 
 def _lone_surrogate(body: bytes) -> str | None:
@@ -209,20 +206,3 @@ def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[Fields]) 
             )  # fmt: skip
     for name in kind.noted.keys() & wanted.keys():
         converted(wanted.pop(name), kind.noted[name], within=name)
-
-
-def _refusal(message: str, *, within: str = "") -> ApiError:
-    """Turn a msgspec message, of a body or of its field `within`, into a 400 that names it."""
-    location = _LOCATION.match(message)
-    path, rule = (location["path"], location["rule"]) if location else ("", message)
-    path = ".".join(filter(None, (within, path)))
-    if unknown := _UNKNOWN.search(rule):
-        name = f"{path}.{unknown[1]}" if path else unknown[1]
-        return ApiError(
-            400, f"{name} is not a field this server knows: leave it out", param=name,
-            code="unknown_parameter",
-        )  # fmt: skip
-    if missing := _MISSING.search(rule):
-        name = f"{path}.{missing[1]}" if path else missing[1]
-        return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
-    return ApiError(400, f"{path or 'the body'}: {rule.replace('`', '')}", param=path or None)

@@ -1,32 +1,39 @@
-"""What a server says about itself: its health, its version and its model."""
+"""What a server says about itself: its health, its version and its models."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.engine.build import LoadedModel
 from paceline.server.door import Life
 from paceline.server.errors import ApiError
+from paceline.server.models.entry import Entry
+from paceline.server.models.models import Models
 from paceline.server.openai import model_object
-from paceline.server.tokens import check_model
 
 
 class Status:
     """The routes that ask for nothing but how things are."""
 
-    def __init__(self, loaded: LoadedModel, life: Life) -> None:
-        self._loaded = loaded
+    def __init__(self, models: Models, life: Life) -> None:
+        self._models = models
         self._life = life
         self._created = int(time.time())
 
     async def health(self) -> Response:
-        stats = self._loaded.engine.stats()
-        body = {"status": "ok", "version": __version__, "model": self._loaded.name, "engine": stats}
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        """Tell how the engines are: the first model's by itself, as where there is one alone."""
+        first = self._models.first
+        body: dict[str, Any] = {
+            "status": "ok", "version": __version__, "model": first.name,
+            "engine": first.books.stats(),
+        }  # fmt: skip
+        if len(self._models.entries) > 1:
+            body["models"] = {entry.name: _state(entry) for entry in self._models.entries}
+        return _json(body)
 
     async def ready(self) -> Response:
         """Say whether new calls are taken: what a load balancer asks."""
@@ -35,19 +42,31 @@ class Status:
         return Response(b'{"status":"ready"}', media_type="application/json")
 
     async def version(self) -> Response:
-        return Response(
-            msgspec.json.encode({"version": __version__}), media_type="application/json"
-        )
+        return _json({"version": __version__})
 
     async def models(self) -> Response:
-        body = {"object": "list", "data": [self._model()]}
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        data = [self._model(e, name) for e in self._models.entries for name in e.names]
+        return _json({"object": "list", "data": data})
 
     async def model(self, name: str) -> Response:
-        check_model(name, self._loaded.name)
-        return Response(msgspec.json.encode(self._model()), media_type="application/json")
+        return _json(self._model(self._models.find(name), name))
 
-    def _model(self) -> dict[str, object]:
-        max_model_len = self._loaded.config.max_model_len
-        assert max_model_len is not None
-        return model_object(self._loaded.name, self._created, max_model_len)
+    def _model(self, entry: Entry, name: str) -> dict[str, object]:
+        body = model_object(name, self._created, entry.need.max_model_len)
+        alias = {} if name == entry.name else {"root": entry.name}
+        return {**body, **alias, "loaded": entry.served is not None}
+
+
+def _state(entry: Entry) -> dict[str, Any]:
+    return {
+        "loaded": entry.served is not None,
+        "loading": entry.loading is not None,
+        "num_loads": entry.books.num_loads,
+        "weight_bytes": entry.need.weight_bytes,
+        "kv_bytes": entry.need.kv_bytes,
+        "engine": entry.books.stats(),
+    }
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request as HttpRequest
@@ -79,13 +79,23 @@ class TokenRoutes:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None:
-            check_model(name, self._loaded.name)
+            check_model(name, self._loaded)
 
 
-def check_model(name: str, served: str) -> None:
+class Named(Protocol):
+    """A model under the names that clients call it by."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
+def check_model(name: str, served: Named) -> None:
     """Raise ApiError 404 unless `name` is the model that is served."""
-    if name != served:
+    if name != served.name and name not in served.aliases:
         raise ApiError(
-            404, f"the model {name!r} is not served here: ask for {served!r}",
+            404, f"the model {name!r} is not served here: ask for {served.name!r}",
             param="model", code="model_not_found",
         )  # fmt: skip

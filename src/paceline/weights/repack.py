@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from paceline import _native
 from paceline.errors import ModelFormatError
+from paceline.weights.huge_file import HugeWriter, map_file
 from paceline.weights.tensor import BLOCK, QTensor, is_finite
 
 U8 = npt.NDArray[np.uint8]
@@ -33,7 +34,7 @@ PACK_VERSION = (
     1  # of the layout: raise it when a packed byte moves, so that old caches are rewritten
 )
 _ALIGN = 64
-_POPULATE_BYTES = 1 << 29  # up to this size a cache is mapped ahead of the first step
+_POPULATE_BYTES = 1 << 32  # up to this size a cache is mapped ahead of the first step
 _CHUNK_BYTES = 1 << 20  # of packed panels a thread takes at once
 # A cache file: this head, the tensors (64-byte aligned), the index (JSON) up to the file's end.
 _HEAD = struct.Struct("<16sQQ32s")  # magic, offset and size of the index, sha256 of the index
@@ -184,8 +185,7 @@ def _read_cache(
 ) -> dict[str, PackedTensor] | None:
     """Return views of the mapped cache, or None where it does not serve these names."""
     try:
-        with path.open("rb") as file:
-            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        mapped = map_file(path)
         index = _read_index(mapped)
         if index["version"] != PACK_VERSION or index["fingerprint"] != fingerprint:
             return None
@@ -229,19 +229,20 @@ class _NoWriter:
 class _CacheWriter(_NoWriter):
     """Writes a temporary file beside `path`, which takes its place in `finish`."""
 
-    def __init__(self, path: Path, file: BinaryIO | FileIO) -> None:
+    def __init__(self, path: Path, file: FileIO) -> None:
         self._path = path
-        self._file: BinaryIO | FileIO | None = file
+        self._file: FileIO | None = file
+        self._writer = HugeWriter(file)
         self._tensors: dict[str, tuple[str, int, int, int]] = {}
-        file.write(bytes(_HEAD.size))
+        self._writer.write(bytes(_HEAD.size))
 
     def add(self, name: str, tensor: PackedTensor) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(bytes(-self._file.tell() % _ALIGN))
-            self._tensors[name] = (tensor.format, tensor.rows, tensor.k, self._file.tell())
-            self._file.write(tensor.data.data)
+            self._writer.write(bytes(-self._writer.position % _ALIGN))
+            self._tensors[name] = (tensor.format, tensor.rows, tensor.k, self._writer.position)
+            self._writer.write(tensor.data.data)
         except OSError as error:
             self._give_up(error)
 
@@ -252,12 +253,11 @@ class _CacheWriter(_NoWriter):
             {"version": PACK_VERSION, "fingerprint": fingerprint, "tensors": self._tensors}
         ).encode()
         try:
-            offset = self._file.tell()
-            self._file.write(index)
-            self._file.seek(0)
+            offset = self._writer.position
+            self._writer.write(index)
+            self._writer.finish()
             checksum = hashlib.sha256(index).digest()
-            self._file.write(_HEAD.pack(_MAGIC, offset, len(index), checksum))
-            self._file.flush()
+            os.pwrite(self._file.fileno(), _HEAD.pack(_MAGIC, offset, len(index), checksum), 0)
             os.replace(self._file.name, self._path)
         except OSError as error:
             self._give_up(error)
@@ -294,7 +294,7 @@ def _open_writer(path: Path | None) -> Iterator[_NoWriter]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not tempfile's: its files are for the owner alone, and a model may be shared.
-        file = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp").open("xb")
+        file = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp").open("xb", buffering=0)
     except OSError as error:
         _warn_unwritable(path, error)
         yield _NoWriter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add
+
 from msgspec import Struct
 
 MAX_POSITIONS = 16
@@ -37,6 +39,20 @@ class SpecStats(Struct, kw_only=True):
             accepted_at=list(self.accepted_at),
             draft_s=self.draft_s,
             steps=dict(self.steps),
+        )
+
+    def after(self, earlier: SpecStats) -> SpecStats:
+        """Return these totals with those of an engine before this one."""
+        sizes = self.steps.keys() | earlier.steps.keys()
+        return SpecStats(
+            num_drafts=self.num_drafts + earlier.num_drafts,
+            num_drafted=self.num_drafted + earlier.num_drafted,
+            num_accepted=self.num_accepted + earlier.num_accepted,
+            num_expected=self.num_expected + earlier.num_expected,
+            drafted_at=list(map(add, self.drafted_at, earlier.drafted_at)),
+            accepted_at=list(map(add, self.accepted_at, earlier.accepted_at)),
+            draft_s=self.draft_s + earlier.draft_s,
+            steps={size: self.steps.get(size, 0) + earlier.steps.get(size, 0) for size in sizes},
         )
 
     def count_step(self, num_plain: int, num_drafted: int, draft_s: float) -> None:

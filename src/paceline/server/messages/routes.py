@@ -47,7 +47,7 @@ class MessageRoutes:
         asked = read_count(body)
         with own_words(asked):
             request = asked.request
-            check_model(request.model, self._loaded.name)
+            check_model(request.model, self._loaded)
             use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
             objects = use.objects if use else ()
             return len(self._loaded.encode_chat(request.messages, tools=objects))

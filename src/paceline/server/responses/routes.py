@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from paceline.server.answers import Answers, is_short
+from paceline.server.answers import Read, is_short
 from paceline.server.door import tenant
 from paceline.server.errors import ApiError
 from paceline.server.responses.store import ResponseStore, Stored
@@ -18,10 +19,18 @@ _MAX_LISTED = 100
 _LISTED = 20  # where no limit is given
 
 
-class ResponseRoutes:
-    """The Responses API of one model. `answers` are those that all APIs share."""
+class Answering(Protocol):
+    """What answers a call whose body `read` understands."""
 
-    def __init__(self, answers: Answers) -> None:
+    async def answer(
+        self, http: HttpRequest, read: Read, *, is_quick: Callable[[bytes], bool]
+    ) -> Response: ...
+
+
+class ResponseRoutes:
+    """The Responses API of a server. `answers` are those that all APIs share."""
+
+    def __init__(self, answers: Answering) -> None:
         self._answers = answers
         self._store = ResponseStore()
 
