@@ -34,10 +34,11 @@ def base_address(url: str) -> str:
     return text.rstrip("/").removesuffix("/v1")
 
 
-def fetch_trace(base: str, last_s: float, headers: Mapping[str, str]) -> bytes:
-    """Return what the server at `base` tells of its last `last_s` seconds."""
+def fetch_trace(base: str, last_s: float, headers: Mapping[str, str], *, model: str = "") -> bytes:
+    """Return what the server at `base` tells of a model's last `last_s` seconds; "": its first."""
+    asked = {"last_s": last_s, **({"model": model} if model else {})}
     return send(
-        f"{base}/v1/trace?{urlencode({'last_s': last_s})}",
+        f"{base}/v1/trace?{urlencode(asked)}",
         headers,
         missing="only a Paceline server that keeps a ledger has it",
     )

@@ -275,8 +275,8 @@ def resident_bytes():
 
 
 def own_threads():
-    """The names of all threads but those that the event loop lends out, which stay."""
-    lent = ("asyncio_", "uvloop_")
+    """The names of all threads but those that the event loop lends out, and those that stay."""
+    lent = ("asyncio_", "uvloop_", "models_")
     return sorted(t.name for t in threading.enumerate() if not t.name.startswith(lent))
 
 

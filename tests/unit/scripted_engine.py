@@ -10,6 +10,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.recorder import Recorder
 from paceline.engine.speculation.base import Pace, Proposer
+from paceline.engine.turns import Turns
 from paceline.types import Delta, Request, SamplingParams, TokenLogprob
 from tests.unit.piece_tokenizer import PieceTokenizer
 from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script
@@ -47,6 +48,7 @@ def make_engine(
     kv_tier: str | None = None,
     proposer: Proposer | None = None,
     pace: Pace | None = None,
+    turns: Turns | None = None,
 ) -> Engine:
     """Return an engine without a prefix cache, or else tests would share more than they say."""
     config = EngineConfig(
@@ -78,6 +80,7 @@ def make_engine(
         proposer=proposer,
         pace=pace,
         clock=clock or Clock(),
+        turns=turns,
     )
 
 

@@ -170,9 +170,12 @@ def test_a_stream_of_no_json_and_an_empty_body_are_no_answers():
 
 def test_header_figures_that_are_no_numbers_are_passed_over():
     answer = Answer(keeps_text=False)
-    headers = {"server-timing": "a;dur=1.2.3, b;dur=., c;dur=5", "retry-after": "nan"}
+    headers = {
+        "server-timing": "a;dur=1.2.3, b;dur=., c;dur=5, d;dur=1e308, e;dur=5e-2, f;dur=-1",
+        "retry-after": "nan",
+    }
     answer.on_head(429, headers, 0.1)
-    assert answer.phases["c"] == 0.005
+    assert answer.phases == {"c": 0.005, "e": pytest.approx(0.00005)}
     assert exchange(answer).retry_after_s is None
 
 

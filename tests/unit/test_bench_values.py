@@ -12,6 +12,7 @@ from paceline.cli.bench_offline import check_fits, read_counts, with_room
 from paceline.cli.bench_values import (
     check_outputs,
     check_server_options,
+    read_fields,
     read_headers,
     read_limits,
     read_loads,
@@ -178,3 +179,15 @@ def test_offline_does_not_raise_a_max_num_seqs_that_was_given_with_its_default_v
     assert isinstance(refused.exception, ParameterError)
     assert "--max-num-seqs is 32, less than a --batch of 33" in str(refused.exception)
     assert "--max-num-seqs" not in str(CliRunner().invoke(app, arguments).exception)
+
+
+@pytest.mark.parametrize("body", ['{"a": NaN}', '{"a": 1e999}', "{", "[1]"])
+def test_a_body_that_no_server_could_be_sent_is_refused(body):
+    with pytest.raises(ParameterError, match="--body"):
+        read_fields(body)
+
+
+def test_an_arrival_beside_a_closed_loop_is_refused_also_where_it_is_the_default():
+    with pytest.raises(ParameterError, match="--concurrency is a closed loop"):
+        read_loads(1, None, "poisson", None, find_rate=False)
+    assert read_loads(3, None, None, None, find_rate=False)["loads"][0][1].concurrency == 3

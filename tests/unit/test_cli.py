@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from paceline.cli import main as main_module
 from paceline.cli.answer import timing_line
 from paceline.cli.loading import load, read_template
-from paceline.cli.main import app, main
+from paceline.cli.main import _printable, app, main
 from paceline.cli.options import engine_options, sampling_options, with_terminal_defaults
 from paceline.cli.run import read_prompt
 from paceline.cli.serve import listen
@@ -182,3 +182,7 @@ def test_a_named_encoder_is_refused_before_it_is_fetched(monkeypatch, tmp_path):
     with pytest.raises(UnsupportedModelError, match="use `paceline embed all-minilm-l6-v2 TEXT`"):
         load("All-MiniLM-L6-v2", EngineConfig())
     assert not (tmp_path / "home").exists()
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text():
+    assert _printable("500 \x1b[31mX\x07\nnext é") == r"500 \x1b[31mX\x07" + "\nnext é"

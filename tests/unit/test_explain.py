@@ -20,7 +20,7 @@ from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
 from paceline.explain.levers import LEVERS, options_of
 from paceline.explain.replay import plan_of_file, plan_of_run
 from paceline.explain.report import advise, explain, situation_of
-from paceline.explain.sources import from_file
+from paceline.explain.sources import from_file, read_trace
 from paceline.explain.verify import pool
 from paceline.measure.ceilings import MachineCeilings
 from paceline.measure.floors import chunk_work, floor_s, prefill_work
@@ -477,14 +477,60 @@ def test_a_name_of_a_file_is_not_taken_for_a_hosts(tmp_path):
             )  # fmt: skip
 
 
-def test_a_key_for_a_file_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize(
+    ("option", "given", "text"),
+    [
+        ("--api-key", {"api_key": "k"}, "{}"),
+        ("--last", {"last_s": 5.0}, "{}"),
+        ("--concurrency", {"concurrency": 3}, '{"traceEvents": []}'),
+        ("--serve", {"serve": "--threads 1"}, '{"traceEvents": []}'),
+    ],
+)
+def test_an_option_that_a_file_has_no_use_for_is_refused_by_name(tmp_path, option, given, text):
     path = tmp_path / "a.json"
-    path.write_text("{}")
-    with pytest.raises(ParameterError, match="--api-key is for a server"):
-        find_source(
-            str(path), last_s=1.0, api_key="k", model=None, serve="", concurrency=1,
-            say=lambda text: None,
-        )  # fmt: skip
+    path.write_text(text)
+    none = {"last_s": None, "api_key": None, "model": None, "serve": "", "concurrency": None}
+    with pytest.raises(ParameterError, match=f"{option} is for a"):
+        find_source(str(path), **{**none, **given}, say=lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"traceEvents": null}',
+        '{"traceEvents": [5]}',
+        '{"traceEvents": [{"ph": 5}], "otherData": 5}',
+        '{"traceEvents": [{"args": {"parts_ms": {}, "outcome": "ok"}}]}',
+        '{"traceEvents": [{"args": {"forward_ms": 1, "tokens": [], "num_seqs": 1}}]}',
+        '{"stages": [5], "version": 1}',
+        '{"stages": [{"requests": {"measured": 1, "ok": "x"}}]}',
+        '{"type": "request", "outcome": "ok", "server_ms": 5, "ttft_ms": "x"}',
+        '{"outcome": "ok", "parts_ms": {"decode": "x"}, "wall_ms": 4}',
+    ],
+)
+def test_a_recording_that_is_broken_is_named_with_what_is_wrong_in_it(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ParameterError, match=r"a\.json is broken: .*; record it anew"):
+        from_file(path)
+
+
+@pytest.mark.parametrize(
+    "line", ['"at_s": "soon"', '"at_s": -5', '"max_tokens": 0', '"max_tokens": "many"']
+)
+def test_a_line_of_a_workload_that_cannot_be_sent_is_refused_before_a_server_starts(tmp_path, line):
+    path = tmp_path / "work.jsonl"
+    path.write_text('{"prompt": "x"}\n{"prompt": "x", ' + line + "}\n")
+    with pytest.raises(ParameterError, match=r"work\.jsonl is broken: .*\$\.(at_s|max_tokens)"):
+        plan_of_file(path)
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"[]", b"null", b'{"data": []}', b'{"traceEvents": 1}']
+)
+def test_an_answer_that_is_no_trace_is_said_to_be_none(body):
+    with pytest.raises(PacelineError, match=r"http://x (answers no trace|is broken)"):
+        read_trace(body, "http://x")
 
 
 def test_floors_are_reckoned_unasked_only_for_a_catalogue_model_of_this_machine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from paceline.bench.sse import EventReader
 
 _decode = msgspec.json.decode
-_SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=(\d+(?:\.\d+)?)")
+_SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=([\d.eE+-]+)")
 _PHASE = re.compile(r"[\w.-]{1,60}")
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _MAX_ERROR_CHARS = 300
@@ -78,7 +79,9 @@ class Answer:
         self.headers = headers
         self.first_byte_at = now
         for name, duration in _SERVER_TIMING.findall(headers.get("server-timing", "")):
-            self.phases[name] = float(duration) / 1e3
+            with suppress(ValueError):  # it is no number: nothing is known of that phase
+                if 0 <= (seconds := float(duration) / 1e3) < _MAX_SECONDS:
+                    self.phases[name] = seconds
         if status == 200 and "text/event-stream" in headers.get("content-type", ""):
             self._reader = EventReader()
 

@@ -65,6 +65,8 @@ def compare(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         first, *others = by_target
         for other in others:
             for metric in METRICS:
+                if metric[0] == "goodput" and not by_target[first][0]["goodput"]["objectives_ms"]:
+                    continue  # it would be the rate of answers
                 row = _row(metric, first, other, by_target[first], by_target[other])
                 if row is not None:
                     rows.append({"rate": rate, **row})

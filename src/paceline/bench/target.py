@@ -91,8 +91,8 @@ async def get_json(origin: Origin, route: str, headers: Mapping[str, str]) -> An
             await send(origin, request, answer)
     except (ConnectionBrokenError, TimeoutError) as error:
         raise TargetError(
-            f"{origin.url} does not answer ({error or 'timed out'}): start the server, or check "
-            "the address"
+            f"{origin.url} does not answer ({str(error) or 'timed out'}): start the server, or "
+            "check the address"
         ) from None
     try:
         content = msgspec.json.decode(b"".join(answer.parts))

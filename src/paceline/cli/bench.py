@@ -158,14 +158,14 @@ def bench(
         str | None, _option(LOAD, "--rate", help="Open loop: requests a second.")
     ] = None,
     arrival: Annotated[
-        str,
+        str | None,
         _option(
             LOAD,
             "--arrival",
             help="poisson (default), gamma:shape=K (below 1: bursty), "
             "constant, ramp:to=R,over=60s, replay:file=F,speed=1 or burst (all at once).",
         ),
-    ] = "poisson",
+    ] = None,
     sweep: Annotated[
         str | None, _option(LOAD, "--sweep", help="Several rates in turn, as 0.5,1,2,4.")
     ] = None,
@@ -313,9 +313,14 @@ def bench(
         at_least=read_share(at_least, find_rate=find_rate),
         config={
             "workload": workload, "seed": seed, "concurrency": concurrency, "rate": rate,
-            "arrival": arrival, "sweep": sweep, "requests": requests, "duration": duration,
-            "warmup": warmup, "drain": drain, "slo": slo, "tokenizer": tokenizer,
-            "serve": serve, "serve_with": serve_arguments, "peers": peer, "threads": threads,
+            "arrival": arrival, "sweep": sweep, "find_rate": find_rate, "at_least": at_least,
+            "requests": requests, "duration": duration, "warmup": warmup, "drain": drain,
+            "timeout": timeout, "rounds": rounds, "slo": slo, "tokenizer": tokenizer,
+            "endpoint": endpoint, "body": body, "ignore_eos": ignore_eos,
+            "server_timings": server_timings, "price": price, "watts": watts, "model": model,
+            "header_names": [text.partition(":")[0].strip() for text in header or ()],
+            "serve": serve, "serve_with": serve_arguments, "peers": peer,
+            "peer_model": peer_model, "threads": threads, "slots": slots, "context": context,
         },
         **read_loads(concurrency, rate, arrival, sweep, find_rate=find_rate),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -11,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from paceline.errors import ParameterError
 
@@ -120,19 +121,25 @@ def server_settings(
 
 
 def read_loads(
-    concurrency: int | None, rate: str | None, arrival: str, sweep: str | None, *, find_rate: bool
+    concurrency: int | None,
+    rate: str | None,
+    arrival: str | None,
+    sweep: str | None,
+    *,
+    find_rate: bool,
 ) -> dict[str, Any]:
     """Return the part of a Program that says how requests come."""
     from paceline.bench.arrivals import Closed, build_arrivals
     from paceline.bench.units import parse_positive
 
     given = None if rate is None else parse_positive(rate, "--rate")
+    is_open = given is not None or sweep is not None or find_rate or arrival is not None
+    arrival = arrival or "poisson"
     has_own_rate = arrival.split(":")[0] in ("burst", "replay")
     if has_own_rate and (given is not None or sweep is not None or find_rate):
         raise ParameterError(
             f"--arrival {arrival} has its own times: leave out --rate, --sweep and --find-rate"
         )
-    is_open = given is not None or sweep is not None or find_rate or arrival != "poisson"
     if concurrency is not None and is_open:
         raise ParameterError(
             "--concurrency is a closed loop: leave out --rate, --sweep, --find-rate and --arrival"
@@ -166,7 +173,7 @@ def read_limits(
     drain: str,
     timeout: str,
     *,
-    arrival: str,
+    arrival: str | None,
     is_search: bool,
 ) -> Limits:
     from paceline.bench.load import Limits
@@ -174,6 +181,7 @@ def read_limits(
 
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
+    arrival = arrival or ""
     if arrival.startswith("burst") and requests is None:
         raise ParameterError("--arrival burst needs --requests: how many come at once")
     if duration is None and requests is None and not arrival.startswith("replay"):
@@ -237,9 +245,12 @@ def read_fields(body: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"temperature": 0}
     if body is not None:
         try:
-            given = json.loads(body)
-        except ValueError as error:
-            raise ParameterError(f"--body is no JSON: {error}") from None
+            given = msgspec.json.decode(body)
+        except msgspec.DecodeError as error:
+            raise ParameterError(
+                f"--body is {body[:80]!r}, which is no JSON ({error}): write such as "
+                "'{\"temperature\": 1}'"
+            ) from None
         if not isinstance(given, dict):
             raise ParameterError("--body must be a JSON object, such as '{\"temperature\": 1}'")
         fields.update(given)

@@ -54,6 +54,12 @@ def warm(
         str | None, typer.Option("--cache-salt", help="The salt that the calls to come send.")
     ] = None,
     as_json: IsJson = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="Which of the server's models. Default: the first.", show_default=False
+        ),
+    ] = None,
     api_key: ApiKey = None,
 ) -> None:
     """Compute how prompts begin, so that the first that does so finds it.
@@ -73,10 +79,11 @@ def warm(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     base, headers = base_address(url), _headers(api_key)
-    [model] = json.loads(send(f"{base}/v1/models", headers))["data"]
+    if model is None:
+        model = json.loads(send(f"{base}/v1/models", headers))["data"][0]["id"]
     with show_stages() as stages:
         stages.show("the server computes", 0, 1)
-        body = {"model": model["id"], **body}
+        body = {"model": model, **body}
         told = send(base + _PATH, headers, body=body, timeout_s=_TIMEOUT_S, missing=_MISSING)
     if as_json:
         print(told.decode())

@@ -19,6 +19,7 @@ from paceline.errors import ParameterError
 
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 _HOST_AND_PORT = re.compile(r"(\[[^/\]]*\]|[^/:]+):\d+(/|$)")
+_LAST_S, _CONCURRENCY, _ROUNDS = 300.0, 8, 2
 _FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".csv", ".txt", ".gz"})
 
 if TYPE_CHECKING:
@@ -41,8 +42,14 @@ def explain(
     ] = "http://127.0.0.1:8000",
     *,
     last: Annotated[
-        float, typer.Option("--last", min=0.001, help="Seconds to look back, on a server.")
-    ] = 300.0,
+        float | None,
+        typer.Option(
+            "--last",
+            min=0.001,
+            help="Seconds to look back, on a server. Default: 300.",
+            show_default=False,
+        ),
+    ] = None,
     api_key: ApiKey = None,
     model: Annotated[
         str | None,
@@ -57,11 +64,14 @@ def explain(
         str, typer.Option("--serve", help="Options of `paceline serve` to run a workload with.")
     ] = "",
     concurrency: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--concurrency", min=1, help="Requests of a workload at once, where it has no times."
+            "--concurrency",
+            min=1,
+            help="Requests of a workload at once, where it has no times. Default: 8.",
+            show_default=False,
         ),
-    ] = 8,
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -69,8 +79,14 @@ def explain(
         ),
     ] = False,
     rounds: Annotated[
-        int, typer.Option("--rounds", min=1, help="Rounds of --verify, with and without in turns.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help="Rounds of --verify, with and without in turns. Default: 2.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what bounds TTFT and TPOT, how far from the floor they are, and what would help.
@@ -93,6 +109,8 @@ def explain(
     from paceline.cli.explain_text import print_explanation, print_verification, status
     from paceline.explain.report import explain as explain_situation
 
+    if rounds is not None and not verify:
+        raise ParameterError("--rounds is for --verify: give both")
     with status() as say:
         situation, planned = find(
             source, last_s=last, api_key=api_key, model=model, serve=serve, concurrency=concurrency,
@@ -102,8 +120,8 @@ def explain(
         checked = None
         if verify:
             checked = check(
-                situation, explanation, planned, model=model, concurrency=concurrency,
-                rounds=rounds, say=say,
+                situation, explanation, planned, model=model,
+                concurrency=concurrency or _CONCURRENCY, rounds=rounds or _ROUNDS, say=say,
             )  # fmt: skip
     if as_json:
         body = msgspec.json.encode({"explanation": explanation, "verification": checked})
@@ -120,11 +138,11 @@ def explain(
 def find(
     source: str,
     *,
-    last_s: float,
+    last_s: float | None,
     api_key: str | None,
     model: str | None,
     serve: str,
-    concurrency: int,
+    concurrency: int | None,
     say: Callable[[str], None],
 ) -> tuple[Situation, list[Planned] | None]:
     """Return the situation that `source` tells of, and the plan of a workload that was run."""
@@ -142,16 +160,20 @@ def find(
         raise ParameterError(
             f"the file {source} {what}: name a file, or an address such as http://127.0.0.1:8000"
         )
-    if path.is_file() and api_key is not None:
-        raise ParameterError(f"--api-key is for a server: {source} is a file")
+    for option, value in {"--api-key": api_key, "--last": last_s}.items():
+        if path.is_file() and value is not None:
+            raise ParameterError(f"{option} is for a server: {source} is a file")
     planned = None
     facts = sources.from_file(path) if path.is_file() else None
     if facts is None and path.is_file():
-        facts, planned = run_workload(path, model, serve, concurrency, say)
+        facts, planned = run_workload(path, model, serve, concurrency or _CONCURRENCY, say)
     elif serve:
         raise ParameterError("--serve is for a workload: a recorded server had its own options")
+    elif concurrency is not None:
+        raise ParameterError("--concurrency is for a workload: what ran came as it came")
     if facts is None:
-        facts = sources.from_server(base_address(source), last_s, read_headers(api_key, []))
+        headers = read_headers(api_key, [])
+        facts = sources.from_server(base_address(source), last_s or _LAST_S, headers)
     machine: Machine | None = None
     checkpoint = installed_model(facts) if model is None else open_checkpoint(find_model(model))
     if checkpoint is not None:

@@ -123,6 +123,17 @@ def set_up_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def _os_error(error: OSError) -> str:
+    if error.filename is not None:
+        return str(error)
+    return f"the output cannot be written: {error.strerror or error}; send it elsewhere"
+
+
+def _printable(text: str) -> str:
+    """Return what a terminal shows as text: what it would obey comes as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def main() -> None:
     """Run the command line: exit code 1 is an error of ours, 2 of usage, 130 Ctrl-C."""
     # NumPy only holds arrays here: starting threads for its linear algebra would delay the answer.
@@ -137,11 +148,11 @@ def main() -> None:
         cast(Any, error).show()
         code = EXIT_USAGE
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {_printable(str(error))}", file=sys.stderr)
         code = EXIT_ERROR
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # there the reader of our output has left
-            print(f"paceline: {error}", file=sys.stderr)
+            print(f"paceline: {_printable(_os_error(error))}", file=sys.stderr)
         # Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_ERROR

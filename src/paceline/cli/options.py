@@ -56,6 +56,12 @@ Weights = Annotated[
         "loaded: less to read and a little less exact.",
     ),
 ]
+ServedModel = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Which of a server's models. Default: its first.", show_default=False
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(
@@ -98,7 +104,11 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "kv_dtype": (
-        Annotated[str, _engine("--kv-dtype", "KV cache format: f16, bf16 or f32.")],
+        Annotated[
+            str,
+            _engine("--kv-dtype", "KV cache format: f16, bf16, f32, int8 (half of f16's bytes, "
+                    "nearly its quality) or fp8 (E4M3, as many bytes, less exact)."),
+        ],
         _DEFAULTS.kv_dtype,
     ),
     "activations": (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.cli.options import ApiKey
+from paceline.cli.options import ApiKey, ServedModel
+from paceline.errors import ParameterError
 
 
 def trace(
@@ -19,6 +19,7 @@ def trace(
         Path, typer.Option("-o", "--output", help="File to write; `-` is stdout.")
     ] = Path("trace.json"),
     last: Annotated[float, typer.Option("--last", min=0.001, help="Seconds to look back.")] = 60.0,
+    model: ServedModel = "",
     api_key: ApiKey = None,
 ) -> None:
     """Save what a server did last: every step, and every call that has ended.
@@ -36,15 +37,22 @@ def trace(
     - `paceline trace pod.example.com:8000 --api-key @keyfile`
     """
     from paceline.cli.bench_values import check_output, read_headers
+    from paceline.explain.sources import read_trace
     from paceline.remote import base_address, fetch_trace
 
     if str(output) != "-":
         check_output("--output", output)
-    body = fetch_trace(base_address(url), last, read_headers(api_key, []))
+    address = base_address(url)
+    body = fetch_trace(address, last, read_headers(api_key, []), model=model)
+    events = read_trace(body, address)["traceEvents"]
     if str(output) == "-":
         sys.stdout.buffer.write(body)
         return
-    output.write_bytes(body)
-    events = json.loads(body)["traceEvents"]
-    num_steps = sum(event["name"].startswith("step ") for event in events)
+    try:
+        output.write_bytes(body)
+    except OSError as error:
+        raise ParameterError(
+            f"--output {output} cannot be written: {error.strerror}; name a file elsewhere"
+        ) from None
+    num_steps = sum(event.get("name", "").startswith("step ") for event in events)
     print(f"{output}: {num_steps} steps; open it in https://ui.perfetto.dev", file=sys.stderr)

@@ -7,10 +7,10 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from paceline.bench.conversation import Message
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
@@ -19,6 +19,7 @@ from paceline.bench.traces import read_trace
 from paceline.bench.workload_files import read_lines
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.facts import Facts
+from paceline.explain.recordings import checked
 from paceline.explain.sources import from_server
 
 _IDS = (32, 250)  # token ids that every vocabulary has; ordinary bytes in ours
@@ -75,15 +76,27 @@ def _planned(prompt: list[int], num_output: int, at_s: float) -> Planned:
     return Planned(route="/completions", body={**body, "prompt": prompt or [_IDS[0]]}, at_s=at_s)
 
 
+class _Line(Struct, kw_only=True):
+    """A request of a workload; one of the first two."""
+
+    messages: list[Message] | None = None
+    prompt: str | list[Any] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] = _DEFAULT_OUTPUT
+    at_s: Annotated[float, Meta(ge=0)] | None = None
+
+
 def _spoken(line: Mapping[str, Any], path: Path) -> Planned:
-    at_s = line.get("at_s")
-    body = _body(int(line.get("max_tokens", _DEFAULT_OUTPUT)))
-    if "messages" in line:
-        messages: Sequence[Message] = line["messages"]
-        return Planned(route="/chat/completions", body={**body, "messages": messages}, at_s=at_s)
-    if "prompt" in line:
-        return Planned(route="/completions", body={**body, "prompt": line["prompt"]}, at_s=at_s)
-    raise ParameterError(f"{path} mixes requests with other lines: give each messages or a prompt")
+    request = checked(line, _Line, str(path))
+    body = _body(request.max_tokens)
+    if request.messages is not None:
+        route, body["messages"] = "/chat/completions", request.messages
+    elif request.prompt is not None:
+        route, body["prompt"] = "/completions", request.prompt
+    else:
+        raise ParameterError(
+            f"{path} mixes requests with other lines: give each messages or a prompt"
+        )
+    return Planned(route=route, body=body, at_s=request.at_s)
 
 
 def _body(num_output: int) -> dict[str, Any]:

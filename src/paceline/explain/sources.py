@@ -9,7 +9,17 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, ParameterError
-from paceline.explain.facts import CallFacts, Facts, Parts, ServerFacts, StepFacts
+from paceline.explain.facts import CallFacts, Facts, Parts, StepFacts
+from paceline.explain.recordings import (
+    CallRecord,
+    Event,
+    RequestRecord,
+    Stage,
+    StepRecord,
+    Summary,
+    TraceRecord,
+    checked,
+)
 from paceline.remote import fetch_trace
 
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
@@ -21,7 +31,7 @@ _BEFORE_FIRST = frozenset({
 
 def from_server(base: str, last_s: float, headers: Mapping[str, str] | None = None) -> Facts:
     """Return what the server at `base` did in its last `last_s` seconds."""
-    return from_trace(_object(fetch_trace(base, last_s, headers or {}), base), base)
+    return from_trace(read_trace(fetch_trace(base, last_s, headers or {}), base), base)
 
 
 def from_file(path: Path) -> Facts | None:
@@ -45,31 +55,35 @@ def from_file(path: Path) -> Facts | None:
 
 def from_trace(trace: Mapping[str, Any], source: str) -> Facts:
     """Return the facts of what /v1/trace answers and `paceline trace` saves."""
+    found = checked(trace, TraceRecord, source)
     calls, steps, num_failed = [], [], 0
-    for event in trace["traceEvents"]:
-        details = event.get("args", {})
-        if "parts_ms" in details:
-            if details.get("outcome") == "ok":
-                calls.append(_call(details))
+    for event in found.events:
+        if _is_of_a_call(event.args):
+            if event.args.get("outcome") == "ok":
+                calls.append(_call(event.args, source))
             else:
                 num_failed += 1
-        elif "forward_ms" in details:
-            steps.append(_step(event, details))
-    server = trace.get("otherData", {}).get("paceline")
+        elif "forward_ms" in event.args:
+            steps.append(_step(event, source))
     return Facts(
         source=source,
         calls=tuple(calls),
         steps=tuple(steps),
-        server=None if server is None else msgspec.convert(server, ServerFacts),
+        server=found.about.paceline,
         num_failed=num_failed,
     )
 
 
+def _is_of_a_call(details: Mapping[str, Any]) -> bool:
+    """Say whether a record is of a call that generates: those that embed have no first token."""
+    return "parts_ms" in details and details.get("path") != "/v1/embeddings"
+
+
 def from_access_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
     """Return the facts of a server's access log. It knows nothing of steps."""
-    lines = [line for line in lines if "parts_ms" in line]
+    lines = [line for line in lines if _is_of_a_call(line)]
     answered = [line for line in lines if line.get("outcome") == "ok"]
-    calls = tuple(_call(line) for line in answered)
+    calls = tuple(_call(line, source) for line in answered)
     return Facts(source=source, calls=calls, num_failed=len(lines) - len(answered))
 
 
@@ -79,21 +93,23 @@ def from_bench_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
     The parts of a TTFT are not told: those that come before a first token are taken for it.
     """
     lines = [x for x in lines if x.get("type") == "request" and not x.get("warmup")]
-    answered = [line for line in lines if line.get("outcome") == "ok"]
+    answered = [
+        checked(line, RequestRecord, source) for line in lines if line.get("outcome") == "ok"
+    ]
     calls = []
     for line in answered:
-        parts: Parts = line.get("server_ms") or {}
+        parts = line.server_ms or {}
         _require_ledgers(parts, source)
         calls.append(
             CallFacts(
-                wall_ms=line["e2e_ms"],
-                ttft_ms=line["ttft_ms"],
+                wall_ms=line.e2e_ms,
+                ttft_ms=line.ttft_ms,
                 parts=parts,
                 first_parts=_before_first(parts),
                 others_prefill_ms=parts.get("prefill_others", 0.0),
-                prompt_tokens=line.get("input_tokens") or 0,
-                completion_tokens=line.get("output_tokens") or 0,
-                began_at=line["scheduled_s"],
+                prompt_tokens=line.input_tokens or 0,
+                completion_tokens=line.output_tokens or 0,
+                began_at=line.scheduled_s,
             )
         )
     return Facts(source=source, calls=tuple(calls), num_failed=len(lines) - len(answered))
@@ -101,24 +117,21 @@ def from_bench_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
 
 def from_summary(summary: Mapping[str, Any], source: str) -> Facts:
     """Return the facts of what `paceline bench --json` prints; of several stages, of the last."""
-    if not summary["stages"]:
+    stages = checked(summary, Summary, source).stages
+    if not stages:
         raise ParameterError(f"{source} has no stage: the bench measured nothing")
-    stage = summary["stages"][-1]
-    requests, latency, told = (stage[name] for name in ("requests", "latency_ms", "server_ms"))
-    num_failed = requests["measured"] - requests["ok"]
-    if not latency["ttft"]["count"]:
+    stage = stages[-1]
+    latency, told = stage.latency_ms, stage.server_ms
+    num_failed = stage.requests.measured - stage.requests.ok
+    if not latency.ttft.count:
         return Facts(source=source, calls=(), num_failed=num_failed)
     _require_ledgers(told, source)
     percentiles = {}
     num_tokens = _mean_output(stage)
     for percentile in (50, 95, 99):
-        parts = {
-            name: figure[f"p{percentile}"]["value"]
-            for name, figure in told.items()
-            if figure["count"]
-        }
-        ttft_ms = latency["ttft"][f"p{percentile}"]["value"]
-        tpot_ms = latency["tpot"][f"p{percentile}"]["value"] if num_tokens > 1 else 0.0
+        parts = {name: figure.at(percentile) for name, figure in told.items() if figure.count}
+        ttft_ms = latency.ttft.at(percentile)
+        tpot_ms = latency.tpot.at(percentile) if num_tokens > 1 else 0.0
         percentiles[percentile] = CallFacts(
             wall_ms=ttft_ms + tpot_ms * max(num_tokens - 1, 0),
             ttft_ms=ttft_ms,
@@ -132,17 +145,17 @@ def from_summary(summary: Mapping[str, Any], source: str) -> Facts:
         source=source,
         calls=(),
         percentiles=percentiles,
-        num_summed=requests["ok"],
+        num_summed=stage.requests.ok,
         num_failed=num_failed,
     )
 
 
-def _mean_output(stage: Mapping[str, Any]) -> int:
+def _mean_output(stage: Stage) -> int:
     """Return the tokens of an answer, on the mean; 1 where no answer has two."""
-    if not stage["latency_ms"]["tpot"].get("count"):
+    if not stage.latency_ms.tpot.count:
         return 1
-    completed = stage["throughput"]["requests_per_s"]
-    each = stage["throughput"]["output_tokens_per_s"] / completed if completed else 2.0
+    completed = stage.throughput.requests_per_s
+    each = stage.throughput.output_tokens_per_s / completed if completed else 2.0
     return max(round(each), 2)
 
 
@@ -158,30 +171,31 @@ def _require_ledgers(parts: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _call(details: Mapping[str, Any]) -> CallFacts:
+def _call(details: Mapping[str, Any], source: str) -> CallFacts:
+    call = checked(details, CallRecord, source)
     return CallFacts(
-        wall_ms=details["wall_ms"],
-        ttft_ms=details["ttft_ms"],
-        parts=details["parts_ms"],
-        first_parts=details["ttft_parts_ms"] or {},
-        others_prefill_ms=details.get("blame", {}).get("prefill_ms", 0.0),
-        prompt_tokens=details["prompt_tokens"],
-        completion_tokens=details["completion_tokens"],
-        repeated_tokens=details.get("repeated_tokens", 0),
-        cached_tokens=details.get("cached_tokens", 0),
-        rejected_ms=details.get("blame", {}).get("rejected_drafts_ms", 0.0),
-        began_at=details["began_at"],
+        wall_ms=call.wall_ms,
+        ttft_ms=call.ttft_ms,
+        parts=call.parts_ms,
+        first_parts=call.ttft_parts_ms or {},
+        others_prefill_ms=call.blame.prefill_ms,
+        prompt_tokens=call.prompt_tokens,
+        completion_tokens=call.completion_tokens,
+        repeated_tokens=call.repeated_tokens,
+        cached_tokens=call.cached_tokens,
+        rejected_ms=call.blame.rejected_drafts_ms,
+        began_at=call.began_at,
     )
 
 
-def _step(event: Mapping[str, Any], details: Mapping[str, Any]) -> StepFacts:
-    tokens = details["tokens"]
+def _step(event: Event, source: str) -> StepFacts:
+    step = checked(event.args, StepRecord, source)
     return StepFacts(
-        num_tokens=sum(tokens.values()),
-        num_decode=tokens.get("decode", 0),
-        num_seqs=details["num_seqs"],
-        forward_s=details["forward_ms"] / 1e3,
-        duration_s=event["dur"] / 1e6,
+        num_tokens=sum(step.tokens.values()),
+        num_decode=step.tokens.get("decode", 0),
+        num_seqs=step.num_seqs,
+        forward_s=step.forward_ms / 1e3,
+        duration_s=event.dur / 1e6,
     )
 
 
@@ -193,8 +207,10 @@ def _whole(text: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _object(text: bytes, source: str) -> dict[str, Any]:
+def read_trace(text: bytes, source: str) -> dict[str, Any]:
+    """Return a trace that a server sent. Raises PacelineError where it is none."""
     found = _whole(text)
     if found is None or "traceEvents" not in found:
         raise PacelineError(f"{source} answers no trace: is it a Paceline server?")
+    checked(found, TraceRecord, source)
     return found

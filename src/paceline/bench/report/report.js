@@ -220,8 +220,8 @@ function rates(parent) {
     });
     return [...byRate].map(([rate, values]) => [rate, middle(values)]).sort((a, b) => a[0] - b[0]);
   };
-  const draw = (title, text, value, shown) => plot(parent, title, text, {
-    scales: { x: { time: false } },
+  const draw = (title, text, value, shown, range) => plot(parent, title, text, {
+    scales: { x: { time: false }, ...(range && { y: { range } }) },
     axes: [{ label: "offered requests/s", labelSize: 20 }, { values: (u, ticks) => ticks.map(shown), size: 70 }],
     series: [{ label: "rate" }, ...targets.map((target, idx) => ({
       label: target, stroke: COLORS[idx], width: 2, spanGaps: true, points: { show: true, size: 7 },
@@ -231,7 +231,7 @@ function rates(parent) {
   if (swept.some((stage) => Object.keys(stage.goodput.objectives_ms).length)) {
     draw("Goodput against rate", "Requests a second within the objective.", (s) => s.goodput.requests_per_s, number);
     draw("Share within the objective", "Requests that the end cut count as missed.",
-      (s) => s.goodput.attainment_if_cut_missed, (v) => Math.round(100 * v) + " %");
+      (s) => s.goodput.attainment_if_cut_missed, (v) => Math.round(100 * v) + " %", [0, 1.05]);
   }
   draw("TTFT p95 against rate", null, (s) => (s.latency_ms.ttft.count ? s.latency_ms.ttft.p95.value : null), ms);
   draw("Output against rate", "Tokens a second.", (s) => s.throughput.output_tokens_per_s, number);

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from fastapi import FastAPI
 
@@ -20,6 +22,7 @@ from paceline.server.models.served import Served
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _RETRY_S = 5.0  # after which a busy model may be idle: nobody knows how long answers will be
 
 
@@ -45,6 +48,8 @@ class Models:
         self._memory_bytes = memory_bytes
         self._by_name = {name: entry for entry in entries for name in entry.names}
         self._changing = asyncio.Lock()
+        # Always the same: each thread that allocates keeps an arena of some 10 MB.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="models")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = asyncio.Event()
 
@@ -63,7 +68,8 @@ class Models:
                 if entry.loading is not None:
                     await entry.loading
                 if entry.served is not None:
-                    await asyncio.to_thread(entry.served.close)
+                    await self._aside(entry.served.close)
+            self._thread.shutdown()
 
     def find(self, name: str) -> Entry:
         """Return the model that `name` means. Raises ApiError 404 naming those that are served."""
@@ -113,9 +119,9 @@ class Models:
             async with self._changing:
                 await self._make_room(entry)
                 logger.info("%s is loaded: a call wants it", entry.name)
-                served = await asyncio.to_thread(self._open, entry)
+                served = await self._aside(lambda: self._open(entry))
                 if self._is_stopping.is_set():
-                    await asyncio.to_thread(served.close)
+                    await self._aside(served.close)
                 else:
                     self._start(entry, served)
         except ApiError as error:
@@ -132,6 +138,10 @@ class Models:
         finally:
             entry.loading = None
         return None
+
+    async def _aside(self, work: Callable[[], _T]) -> _T:
+        """Return what `work` does, on the thread that loads and unloads."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _open(self, entry: Entry) -> Served:
         assert entry.open is not None
@@ -177,10 +187,10 @@ class Models:
     async def _unload(self, entry: Entry) -> None:
         served, entry.served = entry.served, None  # who asks for it now waits, and loads it again
         assert served is not None
-        await asyncio.to_thread(served.close)
+        await self._aside(served.close)
         entry.books.close()
         del served
-        await asyncio.to_thread(_collect)
+        await self._aside(_collect)
         logger.info("%s is unloaded: another model needs its memory", entry.name)
 
     def stop(self) -> None:

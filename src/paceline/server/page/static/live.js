@@ -46,7 +46,7 @@ export function showTiles(reply) {
   const { engine, itl_ms: itl, ttft_ms: ttft, limits } = reply;
   tile("ttft", "First token", ms(ttft.p50), ttft.count
     ? `p95 ${ms(ttft.p95)} · p99 ${ms(ttft.p99)} · ${count(ttft.count, "request")} in 5 min` : "no answer in 5 min");
-  const kv = engine.num_live_blocks / engine.num_blocks;
+  const kv = engine.num_blocks ? engine.num_live_blocks / engine.num_blocks : 0;
   if (reply.ledger) {
     tile("itl", "Next token", ms(itl.p50), itl.count
       ? `p95 ${ms(itl.p95)} · p99 ${ms(itl.p99)} · ${count(itl.count, "gap")} in 1 min` : "no token in 1 min");
