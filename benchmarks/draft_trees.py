@@ -1,4 +1,4 @@
-"""What draft trees could win over the chains of a draft model: a bound, from its own guesses.
+"""What draft trees could win over the chains of a draft model, played over its own guesses.
 
     python benchmarks/draft_trees.py MODEL DRAFT [--tokens 72] [--json FILE]
 
@@ -13,10 +13,9 @@ at each place its two likeliest tokens. Then drafting is played over these texts
 
 A step costs what the model's table of step costs says for its rows, a guess a share of a plain step
 that is given: 0.1, 0.2 and 0.35. All thresholds and depths of a grid are tried and each way's best
-counts, so leaves and tree, which have one threshold more, are flattered. And the tree is a bound:
-neither the rows of a branch beyond its first wrong token nor the draft model's rows for them cost
-anything. `held_out` is without the flattery: one choice for all workloads, the best for the first
-prompt of each, measured on the second.
+counts, so leaves and tree, which have one threshold more, are flattered; the tree twice, as neither
+the rows of a branch beyond its first wrong token nor the draft model's rows for them cost anything.
+`held_out` chooses once for all workloads, by the first prompt of each, and counts the second.
 """
 
 from __future__ import annotations
