@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from paceline.backends.native import NativeBackend
 from paceline.backends.reference import ReferenceBackend
 from paceline.catalog import resolve
+from paceline.config import KV_DTYPES
 from paceline.measure.quality import compare_logits, limits_for, sequence_logits
 from paceline.models.base import build_plan
 from paceline.text.tokenizer import build_tokenizer
@@ -144,7 +145,7 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--characters", type=int, default=100_000)
-    parser.add_argument("--kv-dtype", default="f16", choices=("f16", "bf16", "f32"))
+    parser.add_argument("--kv-dtype", default="f16", choices=KV_DTYPES)
     parser.add_argument("--activations", default="q8", choices=("q8", "f32"))
     parser.add_argument("--llama-cpp", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -40,6 +40,13 @@ Format parse_format(const std::string& name) {
     if (name == names[i]) return Format(i);
   fail("unknown weight format '" + name + "'");
 }
+KVFormat parse_kv_format(const std::string& name) {
+  constexpr const char* names[] = {"f32", "f16", "bf16", "int8", "fp8"};
+  static_assert(std::size(names) == size_t(KVFormat::count));
+  for (size_t i = 0; i < std::size(names); i++)
+    if (name == names[i]) return KVFormat(i);
+  fail("kv dtype is '" + name + "': choose f16, bf16, f32, int8 or fp8");
+}
 OpCode parse_op(const std::string& name) {
   for (int i = 0; i < int(OpCode::count); i++)
     if (name == op_name(OpCode(i))) return OpCode(i);
@@ -213,8 +220,7 @@ class BoundProgram {
   }
   static KVShape check_kv(const std::tuple<int, int, int, int, int, std::string>& kv) {
     auto [layers, blocks, size, heads, dim, dtype] = kv;
-    Format format = parse_format(dtype);
-    if (int(format) > int(Format::bf16)) fail("kv dtype is '" + dtype + "': choose f16, bf16 or f32");
+    KVFormat format = parse_kv_format(dtype);
     if (layers < 1 || blocks < 1 || heads < 1 || int64_t(blocks) * size > INT32_MAX)
       fail("the KV cache has an impossible shape");
     if (size < 16 || size % 16) fail("block_size is " + std::to_string(size) + ": choose a multiple of 16");

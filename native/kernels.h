@@ -49,14 +49,25 @@ struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-p
 struct Seq {
   int32_t first_row, num_rows, ctx_len;
 };
-// [block][layer][K, V] with K: [kv_head][head_dim][block_size], V: [kv_head][block_size][head_dim]. All layers of a
+// What K and V are kept as. int8 and fp8 have a scale, f16, for each token and head: x = scale * code, and codes are
+// integers in [-127, 127], or numbers of 8 bits (E4M3) up to 448.
+enum class KVFormat : int { f32, f16, bf16, int8, fp8, count };
+static constexpr bool kv_is_scaled(KVFormat f) { return f == KVFormat::int8 || f == KVFormat::fp8; }
+static constexpr size_t kv_item_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : kv_is_scaled(f) ? 1 : 2; }
+static constexpr size_t kv_scale_bytes(KVFormat f) { return kv_is_scaled(f) ? 2 : 0; }
+// Of the K, or of the V, of one head and layer in a block.
+static constexpr size_t kv_head_bytes(KVFormat f, int block_size, int head_dim) {
+  return size_t(block_size) * (size_t(head_dim) * kv_item_bytes(f) + kv_scale_bytes(f));
+}
+// [block][layer][K, V][kv_head], and in a head K: [head_dim][block_size], V: [block_size][head_dim]; in int8 K:
+// [head_dim / 2][block_size][2], V: [block_size / 2][head_dim][2]; then scale[block_size], if any. All layers of a
 // block lie together, so a short context touches few pages, and a block is copied or written to disk in one piece.
 struct KVLayout {
   uint8_t* k = nullptr;  // of the first block and layer
   uint8_t* v = nullptr;
-  size_t block_bytes = 0, layer_bytes = 0;  // from block to block, and from layer to layer within one
+  size_t block_bytes = 0, layer_bytes = 0, head_bytes = 0;  // from one to the next within what holds it
   int block_size = 16, kv_heads = 0, head_dim = 0;
-  Format dtype = Format::f16;
+  KVFormat dtype = KVFormat::f16;
 };
 // A context is attended in segments of so many keys, each with a softmax of its own, merged in their order. So threads
 // can share a long context (Flash-Decoding, Dao 2023), and a row's bits do not depend on whether they do (law 1).

@@ -14,7 +14,7 @@ size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * 
 
 // Of one layer's K or V in a block.
 size_t part_bytes(const KVShape& kv) {
-  return size_t(kv.kv_heads) * size_t(kv.block_size) * size_t(kv.head_dim) * (kv.dtype == Format::f32 ? 4 : 2);
+  return size_t(kv.kv_heads) * kv_head_bytes(kv.dtype, kv.block_size, kv.head_dim);
 }
 // Kernels load sixteen values where a head's last eight are left, so the last head needs room behind it.
 size_t cache_bytes(const KVShape& kv) {
@@ -49,6 +49,22 @@ int take_alone(Work& work, int grain) {
   return (*next += grain) - grain;
 }
 
+// One token's K and V of a head, from key to key of two blocks, or of one. The layouts are KVLayout's.
+void copy_values(const KVLayout& kv, const uint8_t* from_k, const uint8_t* from_v, int from_key, uint8_t* to_k,
+                 uint8_t* to_v, int to_key) {
+  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim), item = kv_item_bytes(kv.dtype);
+  const size_t src = size_t(from_key), dst = size_t(to_key);
+  for (size_t d = 0; d < dim; d++) std::memcpy(to_k + (d * size + dst) * item, from_k + (d * size + src) * item, item);
+  std::memmove(to_v + dst * dim * item, from_v + src * dim * item, dim * item);
+}
+void copy_codes(const KVLayout& kv, const uint8_t* from_k, const uint8_t* from_v, int from_key, uint8_t* to_k,
+                uint8_t* to_v, int to_key) {
+  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim);
+  const size_t src = size_t(from_key), dst = size_t(to_key);
+  for (size_t d = 0; d < dim; d += 2) std::memcpy(to_k + d * size + 2 * dst, from_k + d * size + 2 * src, 2);
+  for (size_t d = 0; d < dim; d++) to_v[(dst / 2 * dim + d) * 2 + dst % 2] = from_v[(src / 2 * dim + d) * 2 + src % 2];
+}
+
 }  // namespace
 
 Mapping::Mapping(size_t bytes) : bytes_(round_up(bytes, 4096)) {
@@ -75,8 +91,15 @@ Program::Program(const KernelTable& table, int num_threads, StepLimits limits, K
   slot_begin_.push_back(begin);
   madvise(kv_.data(), cache_bytes(kv), MADV_HUGEPAGE);  // a hint: the cache works without huge pages
   const size_t part = part_bytes(kv);
-  step_.kv = {kv_.data(),  kv_.data() + part, 2 * size_t(kv.num_layers) * part, 2 * part, kv.block_size, kv.kv_heads,
-              kv.head_dim, kv.dtype};
+  step_.kv = {kv_.data(),
+              kv_.data() + part,
+              2 * size_t(kv.num_layers) * part,
+              2 * part,
+              part / size_t(kv.kv_heads),
+              kv.block_size,
+              kv.kv_heads,
+              kv.head_dim,
+              kv.dtype};
   scratch_of_thread_.resize(size_t(num_threads));
 }
 
@@ -226,17 +249,19 @@ void Program::check_slot(int64_t slot) const {
 }
 void Program::copy_slot(int src, int dst) {
   const KVLayout& kv = step_.kv;
-  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim);
-  const size_t head_bytes = part_bytes(kv_shape_) / size_t(kv.kv_heads), item = head_bytes / (size * dim);
-  const size_t from_key = size_t(src) % size, to_key = size_t(dst) % size;
-  const uint8_t* from = block(int(size_t(src) / size));
-  uint8_t* to = block(int(size_t(dst) / size));
+  const int from_key = src % kv.block_size, to_key = dst % kv.block_size;
+  const size_t scale = kv_scale_bytes(kv.dtype);
+  const uint8_t* from = block(src / kv.block_size);
+  uint8_t* to = block(dst / kv.block_size);
   for (size_t part = 0; part < kv.block_bytes; part += kv.layer_bytes) {
-    for (size_t k = part; k < part + kv.layer_bytes / 2; k += head_bytes) {
-      for (size_t d = 0; d < dim; d++)
-        std::memcpy(to + k + (d * size + to_key) * item, from + k + (d * size + from_key) * item, item);
+    for (size_t k = part; k < part + kv.layer_bytes / 2; k += kv.head_bytes) {
       const size_t v = k + kv.layer_bytes / 2;
-      std::memmove(to + v + to_key * dim * item, from + v + from_key * dim * item, dim * item);
+      const auto copy = kv.dtype == KVFormat::int8 ? copy_codes : copy_values;
+      copy(kv, from + k, from + v, from_key, to + k, to + v, to_key);
+      if (!scale) continue;
+      const size_t scales = kv.head_bytes - size_t(kv.block_size) * scale;
+      for (size_t begin : {k + scales, v + scales})
+        std::memcpy(to + begin + size_t(to_key) * scale, from + begin + size_t(from_key) * scale, scale);
     }
   }
 }

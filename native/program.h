@@ -32,7 +32,7 @@ struct StepLimits {
 };
 struct KVShape {
   int num_layers, num_blocks, block_size, kv_heads, head_dim;
-  Format dtype;
+  KVFormat dtype;
 };
 struct Bounds {
   int vocab_size, num_positions;

@@ -1,67 +1,33 @@
 // Paged attention, one item at a time: some rows of one sequence under one KV head, with all its query heads.
+// Over floats here and in attend_tile.h, over int8 codes in attend_codes.h.
 //
 // A score is one chain of fused multiply-adds along the head, an output column adds p_j * v_j key by key in logical
 // order, and the softmax goes over tiles of 64 logical keys and segments of 512 counted from the sequence's first. So a
 // row's bits do not depend on the lane of a key, on the rows beside it, on the thread that took a segment, or on
 // whether it is a tree node (law 1).
+#include "attend_codes.h"
 #include "attend_tile.h"
 
 namespace paceline::PL_ISA {
 namespace {
 
 constexpr int kDirectRows = 8;  // up to so many query rows, K and V are not worth unpacking to scratch
-constexpr float kMinusInf = -__builtin_inff();
-
-struct Row {       // one query row: a token under one query head
-  int begin, end;  // logical keys it sees
-  uint64_t tree;   // which rows of the step it sees, in a sequence of up to 64 rows
-};
-
-struct Softmax {  // of the keys so far; sum is 0 where there were none
-  float max, sum;
-};
-
-struct Scratch {
-  float *q, *out, *total;     // [rows][dim_padded]; out: of this segment, total: of those before
-  float* p;                   // [rows][kTile] scores, then probabilities
-  float* raw;                 // [2 * kTile] a row's scores of a tree's tail in physical order
-  float *k, *v;               // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
-  Softmax *running, *totals;  // of out and of total
-  Row* rows;
-};
-
-struct Item {
-  const Op& op;
-  const Step& step;
-  const AttendItem& at;
-  Scratch s;
-  int num_rows, dim, dim_padded, group;  // query rows; group: query heads a KV head
-};
 
 // Points the tile at keys [first, first + keys) of the sequence, where they lie in the cache.
 template <class E>
 void point_tile(const Item& it, int first, int keys, Tile<E>& tile) {
-  const KVLayout& kv = it.step.kv;
-  const int32_t* table = it.step.tables + size_t(it.at.seq) * size_t(it.step.max_blocks);
-  const size_t head = size_t(it.at.kv_head) * size_t(kv.block_size) * size_t(it.dim);
   for (int i = 0; i * 16 < keys; i++) {
-    int key = first + 16 * i, offset = key % kv.block_size;
-    size_t at = size_t(table[key / kv.block_size]) * kv.block_bytes + size_t(it.op.layer) * kv.layer_bytes;
-    tile.k[i] = reinterpret_cast<const E*>(kv.k + at) + head + offset;
-    tile.v[i] = reinterpret_cast<const E*>(kv.v + at) + head + size_t(offset) * size_t(it.dim);
+    const HeadPlace at = place_of(it, first + 16 * i);
+    tile.k[i] = reinterpret_cast<const E*>(at.k) + at.offset;
+    tile.v[i] = reinterpret_cast<const E*>(at.v) + size_t(at.offset) * size_t(it.dim);
+    if (sizeof(E) > 1) continue;
+    const size_t scales = size_t(it.step.kv.block_size) * size_t(it.dim);
+    tile.k_scale[i] = reinterpret_cast<const uint16_t*>(at.k + scales) + at.offset;
+    tile.v_scale[i] = reinterpret_cast<const uint16_t*>(at.v + scales) + at.offset;
   }
-  tile.k_stride = kv.block_size;
+  tile.is_scaled = sizeof(E) == 1;
+  tile.k_stride = it.step.kv.block_size;
   tile.v_stride = it.dim;
-}
-
-// Says how far the tile that comes next is, of which num_next keys count: it is fetched while this one is read.
-template <class E>
-void aim_ahead(Tile<E>& tile, const Tile<E>& next, int num_next) {
-  for (int i = 0; i < kVectors; i++) {
-    const bool is_wanted = i * 16 < num_next;
-    tile.k_ahead[i] = is_wanted ? (const char*)next.k[i] - (const char*)tile.k[i] : 0;
-    tile.v_ahead[i] = is_wanted ? (const char*)next.v[i] - (const char*)tile.v[i] : 0;
-  }
 }
 
 // Unpacks a tile of at most kTile keys to float scratch.
@@ -69,6 +35,7 @@ template <class E>
 void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to) {
   to.k_stride = kTile;
   to.v_stride = it.dim_padded;
+  to.is_scaled = from.is_scaled;
   for (int i = 0; i * 16 < keys; i++) {
     float *k = it.s.k + 16 * i, *v = it.s.v + size_t(16 * i) * size_t(it.dim_padded);
     for (int d = 0; d < it.dim; d++) {
@@ -85,70 +52,22 @@ void unpack_tile(const Item& it, const Tile<E>& from, int keys, Tile<float>& to)
     }
     to.k[i] = k;
     to.v[i] = v;
+    if (!from.is_scaled) continue;
+    to.k_scale[i] = from.k_scale[i];
+    to.v_scale[i] = from.v_scale[i];
   }
 }
 
-// Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far. The
-// row sees keys [begin, end) of the tile; the others get exactly 0.
-__attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
-  Softmax& state = it.s.running[row];
-  float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
-  const f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
-  f32x16 x[4];
-  if (begin == 0 && end == kTile && it.op.softcap == 0) {
-    for (int i = 0; i < 4; i++) x[i] = mul(load(p + 16 * i), factor);
-  } else {
-    for (int i = begin / 16 * 16; i < end; i += 16) {
-      f32x16 s = mul(load(p + i), factor);
-      store(p + i, it.op.softcap > 0 ? mul(tanh(div(s, cap)), cap) : s);
-    }
-    for (int i = 0; i < begin; i++) p[i] = kMinusInf;
-    for (int i = end; i < kTile; i++) p[i] = kMinusInf;
-    for (int i = 0; i < 4; i++) x[i] = load(p + 16 * i);
-  }
-  float tile_max = reduce_max(max(max(x[0], x[1]), max(x[2], x[3]))),
-        new_max = tile_max > state.max ? tile_max : state.max;
-  for (int i = 0; i < 4; i++) {
-    x[i] = exp(sub(x[i], set1(new_max)));
-    store(p + 16 * i, x[i]);
-  }
-  float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));
-  if (new_max == state.max) {
-    state.sum += tile_sum;
-    return;
-  }
-  f32x16 shrink = exp(set1(state.max - new_max));
-  float first[16];
-  store(first, shrink);
-  state.sum = __builtin_fmaf(state.sum, first[0], tile_sum);
-  state.max = new_max;
-  for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
+// Scales of keys: into a row's scores, and into its probabilities of the keys [begin, end), which it sees.
+template <class E>
+void scale_scores(const Tile<E>& tile, int vectors, float* scores) {
+  for (int i = 0; tile.is_scaled && i < vectors; i++)
+    store(scores + 16 * i, mul(load(scores + 16 * i), load_scale(tile.k_scale[i])));
 }
-
-// total = total (+) one segment: `state` and its `out`. Called in the order of the segments.
-void merge_segment(const Item& it, int row, const Softmax& state, const float* out) {
-  if (state.sum == 0) return;
-  Softmax& sofar = it.s.totals[row];
-  float* total = it.s.total + size_t(row) * size_t(it.dim_padded);
-  if (sofar.sum == 0) {
-    sofar = state;
-    std::memcpy(total, out, size_t(it.dim_padded) * 4);
-    return;
-  }
-  float top = sofar.max > state.max ? sofar.max : state.max, factor[16], weight[16];
-  f32x16 a = exp(set1(sofar.max - top)), b = exp(set1(state.max - top));
-  store(factor, a);
-  store(weight, b);
-  sofar = {top, __builtin_fmaf(sofar.sum, factor[0], state.sum * weight[0])};
-  for (int d = 0; d < it.dim_padded; d += 16) store(total + d, fma(load(total + d), a, mul(load(out + d), b)));
-}
-
-// Ends a row's segment and begins the next one.
-void close_segment(const Item& it, int row) {
-  float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
-  merge_segment(it, row, it.s.running[row], out);
-  it.s.running[row] = {kMinusInf, 0.0f};
-  for (int d = 0; d < it.dim_padded; d += 16) store(out + d, set1(0.0f));
+template <class E>
+void scale_weights(const Tile<E>& tile, int begin, int end, float* p) {
+  for (int i = begin / 16; tile.is_scaled && i * 16 < end; i++)
+    store(p + 16 * i, mul(load(p + 16 * i), load_scale(tile.v_scale[i])));
 }
 
 // One row's share of a tile that its neighbours do not see.
@@ -174,16 +93,20 @@ void attend_block(const Item& it, const Tile<E>& tile, int row, int first) {
   const float* q = it.s.q + size_t(row) * size_t(it.dim_padded);
   float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
   dot_rows<R>(q, it.dim_padded, tile, (any_end + 15) / 16, it.dim, p, kTile);
-  for (int r = 0; r < R; r++)
-    if (end[r] > begin[r]) softmax_tile(it, row + r, begin[r], end[r]);
+  for (int r = 0; r < R; r++) {
+    if (end[r] <= begin[r]) continue;
+    scale_scores(tile, (any_end + 15) / 16, p + r * kTile);
+    softmax_tile(it, row + r, begin[r], end[r]);
+    scale_weights(tile, begin[r], end[r], p + r * kTile);
+  }
   if (all_begin >= all_end) all_begin = all_end = kTile;
   for (int r = 0; r < R; r++) mix_row(it, tile, row + r, begin[r], min_int(end[r], all_begin));
   mix_rows<R>(p, tile, all_begin, all_end, it.dim, out, it.dim_padded);
   for (int r = 0; r < R; r++) mix_row(it, tile, row + r, max_int(begin[r], all_end), end[r]);
 }
 
-template <class E>
-void attend_tile(const Item& it, const Tile<E>& tile, int first) {
+template <class Tile>
+void attend_rows(const Item& it, const Tile& tile, int first) {
   int row = 0;
   // The last 7 and 8 rows go as 4 + 3 and 4 + 4: one or two rows alone would load all keys again for little work.
   for (; it.num_rows - row >= 9 || it.num_rows - row == 6; row += 6) attend_block<6>(it, tile, row, first);
@@ -193,8 +116,20 @@ void attend_tile(const Item& it, const Tile<E>& tile, int first) {
   for (; row < it.num_rows; row++) attend_block<1>(it, tile, row, first);
 }
 
-// The tail of a draft tree: keys from `first` on, of which a row sees the committed ones and its own ancestors. Its
-// logical tiles are gathered out of the physical keys.
+template <class E>
+void prepare_queries(const Item&, const Tile<E>&) {}
+
+// The item's rows over a tile of `keys` keys from `first` on.
+template <class E>
+void attend_keys(const Item& it, const Tile<E>& tile, int keys, int first) {
+  if (it.num_rows <= kDirectRows) return attend_rows(it, tile, first);
+  Tile<float> unpacked;
+  unpack_tile(it, tile, keys, unpacked);
+  attend_rows(it, unpacked, first);
+}
+void attend_keys(const Item& it, const CodeTile& tile, int, int first) { attend_rows(it, tile, first); }
+
+// The tail of a draft tree: keys from `first` on. A row's logical tiles are gathered out of the physical keys.
 template <class E>
 void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, int keys) {
   const Row& state = it.s.rows[row];
@@ -202,9 +137,11 @@ void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, in
   float* out = it.s.out + size_t(row) * size_t(it.dim_padded);
   float *p = it.s.p + row * kTile, *raw = it.s.raw;
   dot_rows<1>(q, it.dim_padded, tile, (keys + 15) / 16, it.dim, raw, 2 * kTile);
-  int committed = it.step.seqs[it.at.seq].ctx_len - first, physical[2 * kTile], count = 0;
-  for (int key = 0; key < committed; key++) physical[count++] = key;
-  for (uint64_t rest = state.tree; rest; rest &= rest - 1) physical[count++] = committed + __builtin_ctzll(rest);
+  scale_scores(tile, (keys + 15) / 16, raw);
+  float scale[2 * kTile];
+  for (int i = 0; tile.is_scaled && i * 16 < keys; i++) store(scale + 16 * i, load_scale(tile.v_scale[i]));
+  int physical[2 * kTile];
+  const int count = tree_keys(it, row, first, physical);
   for (int tile_begin = 0; tile_begin < count; tile_begin += kTile) {
     int begin = max_int(state.begin - first - tile_begin, 0), end = min_int(count - tile_begin, kTile);
     if (begin >= end) continue;
@@ -214,7 +151,7 @@ void attend_tree_row(const Item& it, const Tile<E>& tile, int row, int first, in
     for (int i = begin; i < end; i++) {
       int key = physical[tile_begin + i];
       const E* v = tile.v[key / 16] + size_t(key % 16) * size_t(tile.v_stride);
-      f32x16 weight = set1(p[i]);
+      f32x16 weight = set1(tile.is_scaled ? p[i] * scale[key] : p[i]);
       for (int d = 0; d < it.dim; d += 16) store(out + d, fma(weight, load_kv(v + d), load(out + d)));
     }
   }
@@ -281,7 +218,7 @@ void finish_split(const Item& it) {
   finish_rows(it);
 }
 
-template <class E>
+template <class Tile>
 void attend_item(const Item& it) {
   int first_key, end_key;
   bool is_tree = begin_rows(it, first_key, end_key);
@@ -292,8 +229,8 @@ void attend_item(const Item& it) {
     first = max_int(first, it.at.segment * kAttendSegment);
     end = min_int(end, (it.at.segment + 1) * kAttendSegment);
   }
-  Tile<E> tile, next;
-  Tile<float> unpacked;
+  Tile tile, next;
+  prepare_queries(it, tile);
   int keys = min_int(kTile, end - first);  // none where a segment is outside of all windows
   point_tile(it, first, keys, next);
   for (; first < end; first += kTile) {
@@ -303,12 +240,7 @@ void attend_item(const Item& it) {
     const int num_next = max_int(0, min_int(kTile, end - first - kTile));
     point_tile(it, first + kTile, num_next, next);
     aim_ahead(tile, next, num_next);
-    if (it.num_rows <= kDirectRows) {
-      attend_tile(it, tile, first);
-    } else {
-      unpack_tile(it, tile, keys, unpacked);
-      attend_tile(it, unpacked, first);
-    }
+    attend_keys(it, tile, keys, first);
     keys = num_next;
   }
   if (it.at.segment >= 0) return finish_split(it);
@@ -335,6 +267,8 @@ size_t lay_out(uint8_t* base, size_t rows, size_t dim, Scratch& s) {
   s.total = take(rows * padded);
   s.p = take(rows * kTile);
   s.raw = take(2 * kTile);
+  s.codes = reinterpret_cast<int16_t*>(take(rows * padded / 2));
+  s.q_scale = take(rows);
   s.k = take(dim * kTile);
   s.v = take(padded * kTile);
   s.running = reinterpret_cast<Softmax*>(take(rows * sizeof(Softmax) / 4));
@@ -360,9 +294,11 @@ void attend(const Op& op, const Step& step, Work& work) {
     const AttendItem& at = step.items[i];
     Item it{op, step, at, s, (at.row_end - at.row_begin) * group, dim, (dim + 15) / 16 * 16, group};
     switch (step.kv.dtype) {
-      case Format::f16: attend_item<F16>(it); break;
-      case Format::bf16: attend_item<BF16>(it); break;
-      default: attend_item<F32>(it);
+      case KVFormat::int8: attend_item<CodeTile>(it); break;
+      case KVFormat::fp8: attend_item<Tile<FP8>>(it); break;
+      case KVFormat::f16: attend_item<Tile<F16>>(it); break;
+      case KVFormat::bf16: attend_item<Tile<BF16>>(it); break;
+      default: attend_item<Tile<F32>>(it);
     }
   }
 }

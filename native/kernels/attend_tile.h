@@ -1,11 +1,9 @@
 // Rows of queries times a tile of keys, and of probabilities times its values: the arithmetic of attend.
 #pragma once
-#include "rows.h"
+#include "attend_item.h"
+#include "e4m3.h"
 
 namespace paceline::PL_ISA {
-
-constexpr int kTile = 64;                 // logical keys between two rescalings
-constexpr int kVectors = 2 * kTile / 16;  // a tree's tail spans at most 63 committed keys and 64 rows
 
 PL_INLINE f32x16 load_kv(const float* p) { return load(p); }  // of scratch; the others are of the cache
 struct F32 {
@@ -17,24 +15,26 @@ struct F16 {
 struct BF16 {
   uint16_t bits;
 };
+struct FP8 {
+  uint8_t bits;
+};
 PL_INLINE f32x16 load_kv(const F32* p) { return load(&p->value); }
 PL_INLINE f32x16 load_kv(const F16* p) { return load_f16(&p->bits); }
 PL_INLINE f32x16 load_kv(const BF16* p) { return load_bf16(&p->bits); }
+PL_INLINE f32x16 load_kv(const FP8* p) { return load_e4m3(&p->bits); }
 
 // Where the keys of a tile lie, sixteen a vector: K at k[i] + d * k_stride + lane, V at v[i] + lane * v_stride + d.
 template <class E>
 struct Tile {
   const E *k[kVectors], *v[kVectors];
+  bool is_scaled = false;
+  const uint16_t *k_scale[kVectors], *v_scale[kVectors];  // of each key, where it is
   int k_stride, v_stride;
   ptrdiff_t k_ahead[kVectors], v_ahead[kVectors];  // bytes from there to the tile that comes next, or 0
 };
 
-// Fetches what lies `ahead` of p, line by line as this tile is read: a burst would stall the arithmetic.
-template <class E>
-PL_INLINE void fetch(const E* p, ptrdiff_t ahead) {
-  __builtin_prefetch((const char*)p + ahead);
-}
-PL_INLINE void fetch(const float*, ptrdiff_t) {}  // scratch is near
+// The scales of sixteen keys of FP8, which is loaded as 2^-8 of what it is.
+PL_INLINE f32x16 load_scale(const uint16_t* p) { return mul(load_f16(p), set1(256.0f)); }
 
 // Rows times two vectors of keys use all registers of AVX2: what is broadcast is loaded again rather than kept.
 #define PL_KEEP_NO_LOADS() asm volatile("" ::: "memory")

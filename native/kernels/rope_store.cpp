@@ -1,10 +1,12 @@
 // Norm and rotate q and k, and put k and v into the KV cache.
+#include "e4m3.h"
 #include "rms_norm.h"
 
 namespace paceline::PL_ISA {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
+constexpr uint16_t kInfinityF16 = 0x7c00, kNanF16 = 0x7e00;
 
 // Rotates the halves of x's first 2 * half columns; `table` is cos[half], sin[half].
 PL_INLINE void rotate(float* x, const float* table, int half) {
@@ -18,9 +20,9 @@ PL_INLINE void rotate(float* x, const float* table, int half) {
 }
 
 // x as the cache's 16-bit type; n is a multiple of 8 and x and y have room for 16 at the end.
-PL_INLINE void narrow(const float* x, int n, Format dtype, uint16_t* y) {
+PL_INLINE void narrow(const float* x, int n, KVFormat dtype, uint16_t* y) {
   for (int i = 0; i < n; i += 16) {
-    if (dtype == Format::f16)
+    if (dtype == KVFormat::f16)
       store_f16(y + i, load(x + i));
     else
       store_bf16(y + i, load(x + i));
@@ -41,24 +43,93 @@ struct Rope {
   }
 };
 
-// One head's k and v to the slot. K is transposed in its block: a column of stride block_size.
-PL_INLINE void store_kv(const Op& op, const KVLayout& kv, int slot, int head, const float* k, const float* v) {
-  size_t block = size_t(slot / kv.block_size), offset = size_t(slot % kv.block_size), dim = size_t(kv.head_dim);
-  size_t size = size_t(kv.block_size), width = kv.dtype == Format::f32 ? 4 : 2;
-  size_t at = block * kv.block_bytes + size_t(op.layer) * kv.layer_bytes, base = size_t(head) * size * dim;
-  uint8_t* k_at = kv.k + at + (base + offset) * width;
-  uint8_t* v_at = kv.v + at + (base + offset * dim) * width;
-  if (kv.dtype == Format::f32) {
-    float* column = reinterpret_cast<float*>(k_at);
-    for (size_t d = 0; d < dim; d++) column[d * size] = k[d];
-    std::memcpy(v_at, v, dim * 4);
-    return;
+// A head's values over their scale become codes. The scale is max|x| / top as f16: NaN where x is not finite, and an
+// infinity past f16's range.
+struct HeadScale {
+  uint16_t bits;
+  bool is_zero;  // codes are 0: so is x, or the scale says that it cannot be told
+  f32x16 inverse;
+};
+PL_INLINE HeadScale scale_head(const float* x, int n, float top) {
+  f32x16 largest = set1(0.0f), poison = set1(0.0f);
+  for (int i = 0; i < n; i += 16) {
+    const f32x16 v = load_n(x + i, n - i);
+    largest = max(largest, abs(v));
+    poison = fma(v, set1(0.0f), poison);
   }
-  uint16_t narrow_k[kMaxHeadDim], narrow_v[kMaxHeadDim], *column = reinterpret_cast<uint16_t*>(k_at);
-  narrow(k, int(dim), kv.dtype, narrow_k);
-  narrow(v, int(dim), kv.dtype, narrow_v);
-  for (size_t d = 0; d < dim; d++) column[d * size] = narrow_k[d];
-  std::memcpy(v_at, narrow_v, dim * 2);
+  const bool is_finite = reduce_add(poison) == 0.0f;
+  uint16_t bits[16];
+  store_f16(bits, set1(is_finite ? max_lane(largest) / top : __builtin_nanf("")));
+  float scale[16];  // codes are of the scale as it is stored
+  store(scale, load_f16(bits));
+  const bool is_zero = !(scale[0] > 0.0f && scale[0] < 65536.0f);
+  return {bits[0], is_zero, set1(is_zero ? 0.0f : 1.0f / scale[0])};
+}
+
+// codes[n]; returns the bits of their scale.
+PL_INLINE uint16_t quantize_head(const float* x, int n, KVFormat dtype, uint8_t* codes) {
+  const float top = dtype == KVFormat::int8 ? 127.0f : 448.0f;
+  const HeadScale scale = scale_head(x, n, top);
+  for (int i = 0; i < n; i += 16) {
+    const f32x16 v = scale.is_zero ? set1(0.0f) : mul(load_n(x + i, n - i), scale.inverse);
+    if (dtype == KVFormat::int8)
+      store_i8(reinterpret_cast<int8_t*>(codes + i), v);
+    else
+      store_e4m3(codes + i, max(min(v, set1(top)), set1(-top)));
+  }
+  return scale.bits;
+}
+
+// Where one head's K and V of a slot go: the layout is KVLayout's.
+struct Slot {
+  uint8_t *k, *v;  // of the head in the slot's block
+  size_t offset, dim, size;
+};
+
+PL_INLINE void store_codes(const Slot& at, const float* k, const float* v, KVFormat dtype) {
+  alignas(64) uint8_t k_codes[kMaxHeadDim], v_codes[kMaxHeadDim];
+  const uint16_t k_scale = quantize_head(k, int(at.dim), dtype, k_codes);
+  uint16_t v_scale = quantize_head(v, int(at.dim), dtype, v_codes);
+  // A score of NaN becomes a probability of 0, so it takes V to tell who sees this key.
+  if (k_scale >= kInfinityF16) v_scale = kNanF16;
+  const size_t scales = at.size * at.dim + 2 * at.offset;
+  if (dtype == KVFormat::int8) {
+    uint8_t* pairs = at.v + at.offset / 2 * at.dim * 2 + at.offset % 2;
+    for (size_t d = 0; d < at.dim; d += 2) std::memcpy(at.k + d * at.size + 2 * at.offset, k_codes + d, 2);
+    for (size_t d = 0; d < at.dim; d++) pairs[2 * d] = v_codes[d];
+  } else {
+    for (size_t d = 0; d < at.dim; d++) at.k[d * at.size + at.offset] = k_codes[d];
+    std::memcpy(at.v + at.offset * at.dim, v_codes, at.dim);
+  }
+  std::memcpy(at.k + scales, &k_scale, 2);
+  std::memcpy(at.v + scales, &v_scale, 2);
+}
+
+PL_INLINE void store_f32(const Slot& at, const float* k, const float* v) {
+  float* column = reinterpret_cast<float*>(at.k) + at.offset;
+  for (size_t d = 0; d < at.dim; d++) column[d * at.size] = k[d];
+  std::memcpy(at.v + at.offset * at.dim * 4, v, at.dim * 4);
+}
+
+PL_INLINE void store_narrow(const Slot& at, const float* k, const float* v, KVFormat dtype) {
+  uint16_t narrow_k[kMaxHeadDim], narrow_v[kMaxHeadDim], *column = reinterpret_cast<uint16_t*>(at.k) + at.offset;
+  narrow(k, int(at.dim), dtype, narrow_k);
+  narrow(v, int(at.dim), dtype, narrow_v);
+  for (size_t d = 0; d < at.dim; d++) column[d * at.size] = narrow_k[d];
+  std::memcpy(at.v + at.offset * at.dim * 2, narrow_v, at.dim * 2);
+}
+
+// Two rows of neighbouring slots may be stored at once: in int8 they share cache lines, but no byte.
+PL_INLINE void store_kv(const Op& op, const KVLayout& kv, int slot, int head, const float* k, const float* v) {
+  const size_t begin =
+      size_t(slot / kv.block_size) * kv.block_bytes + size_t(op.layer) * kv.layer_bytes + size_t(head) * kv.head_bytes;
+  const Slot at{kv.k + begin, kv.v + begin, size_t(slot % kv.block_size), size_t(kv.head_dim), size_t(kv.block_size)};
+  switch (kv.dtype) {
+    case KVFormat::int8:
+    case KVFormat::fp8: return store_codes(at, k, v, kv.dtype);
+    case KVFormat::f32: return store_f32(at, k, v);
+    default: store_narrow(at, k, v, kv.dtype);
+  }
 }
 
 PL_INLINE void rope_store_row(const Op& op, const Step& step, int row) {

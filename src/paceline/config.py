@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from paceline.errors import ParameterError
 
-KVDtype = Literal["f16", "bf16", "f32"]
-KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32")
+KVDtype = Literal["f16", "bf16", "f32", "int8", "fp8"]
+KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32", "int8", "fp8")
 Activations = Literal["q8", "f32"]
 ACTIVATIONS: tuple[Activations, ...] = ("q8", "f32")
 MAX_STEP = 2**20  # tokens and sequences of one step

@@ -79,6 +79,9 @@ def test_info_reads_the_header_alone(script_path):
     facts = json.loads(result.stdout)
     assert (facts["family"], facts["layers"], facts["context"]) == ("llama", 1, 512)
     assert facts["kv_bytes_per_token"] == 2 * 16 * 2
+    assert facts["kv_bytes_per_token_by_dtype"] == {
+        "f16": 64, "bf16": 64, "f32": 128, "int8": 2 * (16 + 2), "fp8": 2 * (16 + 2),
+    }  # fmt: skip
     assert facts["memory"]["kv_bytes"] == 3 * 112 * 64
     assert sum(facts["weight_bytes_by_format"].values()) == facts["weight_bytes"]
     shown = paceline("info", str(script_path))

@@ -14,6 +14,7 @@ from paceline.config import EngineConfig
 from paceline.embedding.build import embeddings_of, load_embedding_model
 from paceline.engine.build import load_model
 from paceline.errors import UnsupportedModelError
+from paceline.explain.sources import from_trace
 from paceline.server import embeddings as module
 from paceline.server.app import create_app
 from paceline.server.embedding_app import create_embedding_app
@@ -141,6 +142,37 @@ def test_a_model_that_writes_embeds_too(tmp_path):
         )
         assert answer.status_code == 200
     embeddings.close()
+
+
+def test_calls_that_embed_are_in_the_books_of_their_server(tmp_path):
+    path = write_hf(random_model("llama"), tmp_path / "llama")
+    loaded = load_model(str(path), EngineConfig(num_threads=1, kv_memory_bytes=2**22, ledger=True))
+    embeddings = Embeddings(embeddings_of(loaded, "last"))
+    with TestClient(create_app(loaded, embeddings=embeddings)) as client:
+        body = {"model": "llama", "input": ["abc", "xyz and more"]}
+        answer = client.post("/v1/embeddings", json=body, headers={"x-request-id": "mine"})
+        assert client.post("/v1/embeddings", json={**body, "input": []}).status_code == 400
+        num_tokens = answer.json()["usage"]["prompt_tokens"]
+        ledger = client.get("/v1/requests/mine/timeline").json()
+        metrics = client.get("/metrics").text
+        trace = client.get("/v1/trace").json()
+    embeddings.close()
+    assert (ledger["outcome"], ledger["prompt_tokens"]) == ("ok", num_tokens)
+    assert ledger["parts_ms"]["prefill"] > 0
+    assert sum(ledger["parts_ms"].values()) == pytest.approx(ledger["wall_ms"])
+
+    def value(name, outcome):
+        labels = f'{{engine="0",model_name="llama",outcome="{outcome}"}}'
+        (line,) = [line for line in metrics.splitlines() if line.startswith(f"{name}{labels}")]
+        return float(line.split()[-1])
+
+    assert value("paceline:embedding_seconds_count", "ok") == 1
+    assert value("paceline:embedding_seconds_count", "refused") == 1
+    assert value("paceline:embedding_tokens_total", "ok") == num_tokens
+    # Their times are none of answers that are written token by token.
+    assert value("paceline:request_seconds_count", "ok") == 0
+    facts = from_trace(trace, "trace")
+    assert (facts.calls, facts.num_failed) == ((), 0)
 
 
 @pytest.mark.clients

@@ -63,9 +63,11 @@ def model_path(folder: Path, fmt: str) -> Path:
 _grammars_of: WeakKeyDictionary[Engine, Grammars] = WeakKeyDictionary()
 
 
-def make_engine(path: Path, **options) -> Engine:
+def make_engine(path: Path, kv_dtype: str = "f32", **options) -> Engine:
     options = {"kv_memory_bytes": 400 * BLOCK_BYTES, **options}
-    loaded = load_model(str(path), EngineConfig(kv_dtype="f32", **options))
+    if kv_dtype in ("int8", "fp8"):  # as many blocks: a head is 16 codes and a scale, not 16 floats
+        options["kv_memory_bytes"] = options["kv_memory_bytes"] * 18 // 64
+    loaded = load_model(str(path), EngineConfig(kv_dtype=kv_dtype, **options))
     _grammars_of[loaded.engine] = loaded.grammars
     return loaded.engine
 
@@ -113,24 +115,25 @@ def run(engine: Engine, jobs: list[Job]) -> list[list[Answer]]:
     return [answers_of(row) for row in builders]
 
 
-_alone: dict[tuple[Path, str], list[Answer]] = {}
-_solo_engines: dict[Path, Engine] = {}
+_alone: dict[tuple[Path, str, str], list[Answer]] = {}
+_solo_engines: dict[tuple[Path, str], Engine] = {}
 
 
-def alone(path: Path, job: Job) -> list[Answer]:
+def alone(path: Path, job: Job, kv_dtype: str = "f32") -> list[Answer]:
     """Return what the job gets with the engine to itself: one thread, whole prompts, no cache.
 
     Tokens that its structure forces take a step each.
     """
     job = replace(job, arrives_at=0, aborted_after=None, salt="")
-    key = (path, repr(job))
+    key = (path, kv_dtype, repr(job))
     if key not in _alone:
-        if path not in _solo_engines:
-            _solo_engines[path] = make_engine(
-                path, num_threads=1, max_batched_tokens=256, prefix_cache=False
+        model = (path, kv_dtype)
+        if model not in _solo_engines:
+            _solo_engines[model] = make_engine(
+                path, kv_dtype, num_threads=1, max_batched_tokens=256, prefix_cache=False
             )
         with patch.object(GrammarState, "forced", lambda self, limit: []):
-            _alone[key] = run(_solo_engines[path], [job])[0]
+            _alone[key] = run(_solo_engines[model], [job])[0]
     return _alone[key]
 
 
@@ -274,7 +277,7 @@ def test_a_round_trip_through_a_tier_gives_the_same_bits(folder, tmp_path, spec)
 
 def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
     job = Job(tuple(range(70)), GREEDY)
-    for kv_dtype in ("f32", "f16"):
+    for kv_dtype in ("f32", "f16", "int8", "fp8"):
         engine = load_model(
             str(model_path(folder, "q8_0")),
             EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",

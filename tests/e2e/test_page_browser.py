@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live import TOKENIZER, ServeProcess
+from tests.e2e.several import spelling_model
 from tests.tiny import successor_model, write_gguf
 
 pytestmark = pytest.mark.browser
@@ -40,10 +41,10 @@ def markup_path(tmp_path_factory):
     return write_gguf(model, tmp_path_factory.mktemp("page") / "markup.gguf")
 
 
-def use(browser, server, *arguments):
+def use(browser, server, *arguments, script=SCRIPT):
     node, chromium = browser
     result = subprocess.run(
-        [node, str(SCRIPT), f"http://127.0.0.1:{server.port}", *arguments],
+        [node, str(script), f"http://127.0.0.1:{server.port}", *arguments],
         capture_output=True, text=True, timeout=400, env={**os.environ, "CHROMIUM": chromium},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -154,3 +155,18 @@ def test_a_server_with_keys_is_used_with_the_one_that_is_typed_in(browser, marku
     assert seen["formAfterKey"] is False
     assert seen["answer"] == "<i>&\n"
     assert (seen["errors"], seen["outside"]) == ([], [])
+
+
+def test_of_several_models_one_is_chosen_and_asked(browser, tmp_path):
+    script = SCRIPT.with_name("page_models.cjs")
+    paths = [spelling_model(tmp_path, name) for name in ("up", "down")]
+    with ServeProcess(paths[0], str(paths[1]), "--kv-memory", "8M") as server:
+        seen = use(browser, server, script=script)
+        asked = server.client.get("/health").json()["models"]["down"]["engine"]
+    assert (seen["errors"], seen["choices"], seen["isHidden"]) == ([], ["up", "down"], False)
+    assert seen["first"].startswith("up")
+    assert "not in memory" in seen["second"]
+    assert asked["num_generated_tokens"] == 4
+    with ServeProcess(paths[0], "--kv-memory", "8M") as server:
+        seen = use(browser, server, script=script)
+    assert (seen["choices"], seen["isHidden"]) == (["up"], True)

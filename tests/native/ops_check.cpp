@@ -131,12 +131,12 @@ void check_row_ops(int cols) {
 }
 
 // Rope, store and attention of 70 causal rows after `ctx`, or of a tree of 20 rows.
-void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, float softcap) {
+void check_attention(int dim, KVFormat dtype, int ctx, bool is_tree, int window, float softcap) {
   const int heads = 6, kv_heads = 2, rows = is_tree ? 20 : 70, block_size = 32, num_blocks = (ctx + 101) / 32 + 1;
   std::vector<float> q = random_floats(size_t(rows * heads * dim)), k = random_floats(size_t(rows * kv_heads * dim)),
                      v = k;
   std::vector<float> norm = random_floats(size_t(dim)), rope = random_floats(size_t((ctx + rows) * dim));
-  const size_t part = size_t(kv_heads * block_size * dim) * (dtype == Format::f32 ? 4 : 2), layers = 2;
+  const size_t head = kv_head_bytes(dtype, block_size, dim), part = kv_heads * head, layers = 2;
   std::vector<uint8_t> cache(size_t(num_blocks) * layers * 2 * part + 64);
   for (size_t i = 0; i + 2 <= cache.size(); i += 2) cache[i + 1] = uint8_t(i / 2 % 3 + 0x3c);
   std::vector<int32_t> positions, slots, table;
@@ -157,7 +157,7 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
   step.tables = table.data();
   step.seqs = &seq;
   step.tree = is_tree ? tree.data() : nullptr;
-  step.kv = {cache.data(), cache.data() + part, layers * 2 * part, 2 * part, block_size, kv_heads, dim, dtype};
+  step.kv = {cache.data(), cache.data() + part, layers * 2 * part, 2 * part, head, block_size, kv_heads, dim, dtype};
   Op op;
   op.in[0] = mat(q, heads * dim);
   op.in[1] = mat(k, kv_heads * dim);
@@ -202,7 +202,7 @@ void check_attention(int dim, Format dtype, int ctx, bool is_tree, int window, f
 int main() {
   for (int cols : {1, 31, 64, 100, 1030, 2100}) check_row_ops(cols);
   for (int dim : {8, 40, 64, 128}) {
-    for (Format dtype : {Format::f32, Format::f16, Format::bf16}) {
+    for (KVFormat dtype : {KVFormat::f32, KVFormat::f16, KVFormat::bf16, KVFormat::int8, KVFormat::fp8}) {
       check_attention(dim, dtype, 30, false, 0, 0);
       check_attention(dim, dtype, 30, true, 25, 3);
       check_attention(dim, dtype, 470, false, 300, 0);  // over the end of a segment

@@ -14,17 +14,21 @@ SHAPES = {
 LENGTHS = (150, 67, 5, 1)
 
 
-@pytest.fixture(scope="module", params=[(n, f) for n in SHAPES for f in ("f32", "q8_0")], ids=str)
+FORMATS = (("f32", "f16"), ("q8_0", "f16"), ("f32", "int8"), ("f32", "fp8"))
+MODELS = [(name, *formats) for name in SHAPES for formats in FORMATS]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(request):
-    name, fmt = request.param
+    name, fmt, kv_dtype = request.param
     shape = SHAPES[name]
     plan = decoder(shape)
     weights = random_weights(plan, shape, fmt)
     rng = np.random.default_rng(5)
     prompts = [random_tokens(rng, n, shape.vocab) for n in LENGTHS]
-    runner = Runner.load(NativeBackend(1), plan, weights)
+    runner = Runner.load(NativeBackend(1), plan, weights, kv_dtype=kv_dtype)
     alone = [runner.step([(i, tokens)])[i] for i, tokens in enumerate(prompts)]
-    return plan, weights, prompts, alone
+    return plan, weights, prompts, alone, kv_dtype
 
 
 def random_schedule(rng, prompts):
@@ -48,9 +52,14 @@ def same_bits(got, want):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("block_size", [16, 48, 64])
 def test_random_ragged_schedules_give_the_bits_of_the_run_alone(model, threads, block_size):
-    plan, weights, prompts, alone = model
+    plan, weights, prompts, alone, kv_dtype = model
     runner = Runner.load(
-        NativeBackend(threads), plan, weights, block_size=block_size, seed=block_size
+        NativeBackend(threads),
+        plan,
+        weights,
+        block_size=block_size,
+        seed=block_size,
+        kv_dtype=kv_dtype,
     )
     rng = np.random.default_rng(threads * 100 + block_size)
     for _ in range(3):
@@ -79,9 +88,9 @@ def path_of(node, parents):
 @pytest.mark.parametrize("context", [1, 30, 63, 64, 100])
 @pytest.mark.parametrize("size", [1, 9, 64])
 def test_tree_node_gives_the_bits_of_its_token_in_a_chain(model, context, size):
-    plan, weights, prompts, _ = model
+    plan, weights, prompts, _, kv_dtype = model
     rng = np.random.default_rng(context + size)
-    runner = Runner.load(NativeBackend(2), plan, weights)
+    runner = Runner.load(NativeBackend(2), plan, weights, kv_dtype=kv_dtype)
     prompt = prompts[0][:context]
     runner.step([(0, prompt)])
     parents = random_tree(rng, size)
@@ -102,14 +111,20 @@ def test_tree_node_gives_the_bits_of_its_token_in_a_chain(model, context, size):
 LONG = 1300  # three segments of attention
 
 
-@pytest.fixture(scope="module", params=[(0, 0), (600, 0)], ids=["full", "window"])
+@pytest.fixture(
+    scope="module",
+    params=[((0, 0), "f16"), ((600, 0), "f16"), ((600, 0), "int8"), ((600, 0), "fp8")],
+    ids=["full", "window", "window, int8", "window, fp8"],
+)
 def long_model(request):
-    shape = Shape(windows=request.param, heads=6, kv_heads=1, head_dim=40)
+    windows, kv_dtype = request.param
+    shape = Shape(windows=windows, heads=6, kv_heads=1, head_dim=40)
     plan = decoder(shape)
     weights = random_weights(plan, shape)
     tokens = random_tokens(np.random.default_rng(6), LONG, shape.vocab)
-    alone = Runner.load(NativeBackend(1), plan, weights, max_len=1408, max_tokens=LONG)
-    return plan, weights, tokens, alone.step([(0, tokens)])[0]
+    options = {"max_len": 1408, "max_tokens": LONG, "kv_dtype": kv_dtype}
+    alone = Runner.load(NativeBackend(1), plan, weights, **options)
+    return plan, weights, tokens, alone.step([(0, tokens)])[0], options
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -117,8 +132,8 @@ def long_model(request):
 def test_a_long_context_shared_by_threads_gives_the_bits_of_one_thread(
     long_model, threads, context
 ):
-    plan, weights, tokens, alone = long_model
-    runner = Runner.load(NativeBackend(threads), plan, weights, max_len=1408, max_tokens=LONG)
+    plan, weights, tokens, alone, options = long_model
+    runner = Runner.load(NativeBackend(threads), plan, weights, **options)
     runner.step([(0, tokens[:context])])
     for at in (context, context + 1, context + 2):  # the split's counters are used again
         short = (1, tokens[: at - context + 1])
@@ -130,8 +145,8 @@ def test_a_long_context_shared_by_threads_gives_the_bits_of_one_thread(
 
 @pytest.mark.parametrize("context", [500, 511, 512, 1020])
 def test_a_tree_that_crosses_a_segment_gives_the_bits_of_chains(long_model, context):
-    plan, weights, tokens, _ = long_model
-    runner = Runner.load(NativeBackend(2), plan, weights, max_len=1408, max_tokens=LONG)
+    plan, weights, tokens, _, options = long_model
+    runner = Runner.load(NativeBackend(2), plan, weights, **options)
     runner.step([(0, tokens[:context])])
     runner.step([(2, tokens[:context])])
     parents = random_tree(np.random.default_rng(context), 40)
@@ -148,9 +163,9 @@ def test_a_tree_that_crosses_a_segment_gives_the_bits_of_chains(long_model, cont
 
 
 def test_profiling_changes_no_bits_and_counts_every_op(model):
-    plan, weights, prompts, alone = model
+    plan, weights, prompts, alone, kv_dtype = model
     backend = NativeBackend(2)
-    runner = Runner.load(backend, plan, weights)
+    runner = Runner.load(backend, plan, weights, kv_dtype=kv_dtype)
     backend.set_profiling(True)
     same_bits(runner.step([(0, prompts[0])])[0], alone[0])
     seconds = backend.profile()

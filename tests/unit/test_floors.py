@@ -65,6 +65,17 @@ def test_a_decode_step_reads_weights_once_and_each_streams_visible_keys():
     )
 
 
+def test_attention_over_an_int8_cache_is_held_against_the_int8_peak(tmp_path):
+    checkpoint = open_checkpoint(write_gguf(random_model("llama"), tmp_path / "m.gguf", fmt="q8_0"))
+    wide, codes = (model_costs(checkpoint, kv_dtype) for kv_dtype in ("f16", "int8"))
+    model = checkpoint.config
+    assert codes.kv_bytes == 2 * model.num_layers * model.num_kv_heads * (model.head_dim + 2)
+    few, many = (decode_work(costs, num_streams=1, context=9) for costs in (codes, wide))
+    assert (few.attention_macs, few.int8_attention_macs) == (0, many.attention_macs)
+    assert few.macs == many.macs
+    assert compute_s(few, CEILINGS) == pytest.approx(few.macs / 1000)
+
+
 def test_the_floor_is_the_longer_of_compute_and_memory():
     compute_bound = Work(linear_macs=1000, attention_macs=50, num_bytes=10)
     assert floor_s(compute_bound, CEILINGS) == pytest.approx(1.0 + 0.5)

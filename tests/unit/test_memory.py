@@ -24,6 +24,8 @@ def model(max_context: int = 512) -> ModelConfig:
 def test_a_token_takes_k_and_v_of_every_layer_and_kv_head():
     assert kv_token_bytes(model(), "f16") == 2 * 2 * 2 * 16 * 2
     assert kv_token_bytes(model(), "f32") == 2 * kv_token_bytes(model(), "bf16")
+    assert kv_token_bytes(model(), "fp8") == kv_token_bytes(model(), "int8")
+    assert kv_token_bytes(model(), "int8") == 2 * 2 * 2 * (16 + 2)  # a scale a token and head
 
 
 def test_the_default_pool_holds_no_more_than_the_sequences_can_fill():

@@ -3,15 +3,17 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cli.serve_models import read_aliases
+from paceline.cli.serve_models import Wanted, open_models, read_aliases
 from paceline.config import EngineConfig
 from paceline.engine.speculation.stats import SpecStats
 from paceline.engine.stats import NO_ENGINE, EngineStats
-from paceline.errors import ParameterError
+from paceline.errors import PacelineError, ParameterError
+from paceline.server.admission import Limits
 from paceline.server.meters import CallMeters
 from paceline.server.metrics import Metrics, exposition
 from paceline.server.models.needs import plan_needs
 from tests.tiny import random_model, write_gguf
+from tests.tiny_bert import write_bert
 
 MIB = 2**20
 
@@ -56,6 +58,28 @@ def test_a_name_is_given_once(tmp_path):
             read_aliases(models, [])
 
 
+@pytest.mark.parametrize(
+    ("models", "options", "said"),
+    [
+        (["small"], {"memory": "4G"}, "--model-memory is for several models"),
+        (["small", "large"], {"chat_template": "x.jinja"}, "--chat-template is of one model"),
+        (["small", "large"], {"config": EngineConfig(kv_tier="disk:path=x,size=1G")}, "--kv-tier"),
+        (["small", "large"], {"memory": "lots"}, "'lots' is no size"),
+        (["small", "large"], {"memory": "1M"}, "raise --model-memory"),
+        (["small", "large"], {"config": EngineConfig(speculate="often")}, "speculate is 'often'"),
+        (["small", "encoder"], {}, "encoder.* embeds texts and writes none: serve it by itself"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_together_is_refused_before_anything_is_loaded(
+    paths, models, options, said
+):
+    given = {str(paths[name]): () for name in models}
+    defaults = {"config": EngineConfig(), "memory": None, "chat_template": None, "pooling": None}
+    wanted = Wanted(models=given, limits=Limits(), num_tenants=1, **{**defaults, **options})
+    with pytest.raises(PacelineError, match=said):
+        open_models(wanted)
+
+
 # ---- memory ----
 
 
@@ -66,11 +90,17 @@ def paths(tmp_path_factory):
     return {
         "small": write_gguf(random_model(**long), folder / "small.gguf"),
         "large": write_gguf(random_model(hidden=256, inner=1024, **long), folder / "large.gguf"),
+        "encoder": write_bert(folder / "encoder"),
     }
 
 
+def needs_of(paths, config, memory_bytes):
+    two = {name: paths[name] for name in ("small", "large")}
+    return plan_needs(two, config, memory_bytes=memory_bytes)
+
+
 def test_models_share_what_the_weights_of_all_leave(paths):
-    needs = plan_needs(paths, EngineConfig(), memory_bytes=64 * MIB)
+    needs = needs_of(paths, EngineConfig(), 64 * MIB)
     weights = sum(need.weight_bytes for need in needs.values())
     share = (64 * MIB - weights) / 2 / 2  # half of it is for KV pools, divided by two models
     for need in needs.values():
@@ -82,24 +112,24 @@ def test_models_share_what_the_weights_of_all_leave(paths):
 
 def test_where_not_all_weights_fit_each_shares_what_its_own_leave(paths):
     weights = {n: need.weight_bytes for n, need in
-               plan_needs(paths, EngineConfig(), memory_bytes=64 * MIB).items()}  # fmt: skip
+               needs_of(paths, EngineConfig(), 64 * MIB).items()}  # fmt: skip
     memory = weights["large"] + MIB // 4
     assert sum(weights.values()) > memory
-    needs = plan_needs(paths, EngineConfig(), memory_bytes=memory)
+    needs = needs_of(paths, EngineConfig(), memory)
     assert needs["large"].kv_bytes <= MIB // 16
     assert needs["small"].num_bytes < memory
 
 
 def test_kv_memory_is_each_models(paths):
     config = EngineConfig(kv_memory_bytes=8 * MIB)
-    needs = plan_needs(paths, config, memory_bytes=64 * MIB)
+    needs = needs_of(paths, config, 64 * MIB)
     assert all(8 * MIB - 2**16 < need.kv_bytes <= 8 * MIB for need in needs.values())
 
 
 def test_a_model_that_cannot_fit_even_alone_is_refused_by_name(paths):
     for config in (EngineConfig(kv_memory_bytes=80 * MIB), EngineConfig(max_model_len=2**17)):
         with pytest.raises(ParameterError, match=r"small, of whose weights.*raise --model-memory"):
-            plan_needs(paths, config, memory_bytes=32 * MIB)
+            needs_of(paths, config, 32 * MIB)
 
 
 # ---- totals ----

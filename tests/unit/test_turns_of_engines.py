@@ -4,9 +4,13 @@ import threading
 import time
 from itertools import pairwise
 
+from paceline.config import EngineConfig
+from paceline.embedding.build import open_embedder
 from paceline.engine.turns import Turns
 from paceline.measure.ledger import Part
 from paceline.measure.recorder import StepRecorder
+from paceline.weights.checkpoint import open_checkpoint
+from tests.tiny import random_model, write_gguf
 from tests.unit.scripted_engine import Answers, Clock, make_engine, make_request
 from tests.unit.test_ledger import MS, StepTimes, assert_closes, greedy, make, ms
 
@@ -84,6 +88,24 @@ def test_two_engines_step_in_turns():
         engine.stop()
     middle = steps[4:40]
     assert all(first != second for first, second in pairwise(middle))
+
+
+def test_texts_are_embedded_in_turns_too(tmp_path):
+    """A text of several steps leaves others a turn between two of them."""
+    checkpoint = open_checkpoint(write_gguf(random_model(), tmp_path / "m.gguf"))
+    turns, config = CountedTurns(), EngineConfig(num_threads=1, max_batched_tokens=16)
+    embedder = open_embedder(checkpoint, config, max_len=64, pooling="mean", turns=turns)
+    embedder.embed([[5] * 40])
+    embedder.close()
+    assert turns.num_taken == 3
+
+
+class CountedTurns(Turns):
+    num_taken = 0
+
+    def __enter__(self):
+        self.num_taken += 1
+        return super().__enter__()
 
 
 def test_what_a_turn_was_waited_for_is_a_part_of_its_own_and_the_ledger_closes():

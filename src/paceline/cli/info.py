@@ -21,7 +21,7 @@ def info(
         typer.Option("--context", min=1, help="Tokens of each. Default: the model's context."),
     ] = None,
     kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", help="KV cache format: f16, bf16 or f32.")
+        str, typer.Option("--kv-dtype", help="KV cache format: f16, bf16, f32, int8 or fp8.")
     ] = "f16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -52,6 +52,7 @@ def info(
 
 def describe(checkpoint: Any, config: Any, *, seqs: int, context: int | None) -> dict[str, Any]:
     """Return the facts of a checkpoint, from its header alone."""
+    from paceline.config import KV_DTYPES
     from paceline.engine.memory import kv_token_bytes
     from paceline.errors import ParameterError
 
@@ -90,6 +91,7 @@ def describe(checkpoint: Any, config: Any, *, seqs: int, context: int | None) ->
         "weight_bytes_by_format": dict(formats.most_common()),
         "kv_dtype": config.kv_dtype,
         "kv_bytes_per_token": token_bytes,
+        "kv_bytes_per_token_by_dtype": {name: kv_token_bytes(model, name) for name in KV_DTYPES},
         "memory": {
             "seqs": seqs,
             "context": context,
@@ -121,6 +123,9 @@ def _print(facts: dict[str, Any]) -> None:
         *((f"  {name}", format_bytes(count))
           for name, count in facts["weight_bytes_by_format"].items()),
         ("KV a token", f"{format_bytes(facts['kv_bytes_per_token'])} ({facts['kv_dtype']})"),
+        *((f"  {name}", format_bytes(count))
+          for name, count in facts["kv_bytes_per_token_by_dtype"].items()
+          if name != facts["kv_dtype"]),
         (f"{memory['seqs']} x {memory['context']:,} tokens",
          f"{format_bytes(memory['kv_bytes'])} KV + weights = "
          f"{format_bytes(memory['total_bytes'])}"),

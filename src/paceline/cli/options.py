@@ -104,7 +104,11 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "kv_dtype": (
-        Annotated[str, _engine("--kv-dtype", "KV cache format: f16, bf16 or f32.")],
+        Annotated[
+            str,
+            _engine("--kv-dtype", "KV cache format: f16, bf16, f32, int8 or fp8 (E4M3): half "
+                    "of f16's bytes, at a price in quality that depends on the model."),
+        ],
         _DEFAULTS.kv_dtype,
     ),
     "activations": (

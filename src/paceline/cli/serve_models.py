@@ -150,7 +150,5 @@ def _open(
         recorder=recorder,
     )  # fmt: skip
     loaded = structs.replace(loaded, aliases=wanted.models[model])
-    embeddings = Embeddings(
-        embeddings_of(loaded, wanted.pooling), max_waiting=wanted.limits.max_tokens, turns=turns
-    )
-    return loaded, embeddings
+    model_of_vectors = embeddings_of(loaded, wanted.pooling, turns=turns)
+    return loaded, Embeddings(model_of_vectors, max_waiting=wanted.limits.max_tokens)

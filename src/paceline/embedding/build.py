@@ -23,6 +23,7 @@ from paceline.weights.tensor import FLOAT_FORMATS
 
 if TYPE_CHECKING:
     from paceline.engine.build import LoadedModel
+    from paceline.engine.turns import Turns
     from paceline.text.tokenizer import Tokenizer
     from paceline.weights.tensor import QTensor
 
@@ -106,10 +107,13 @@ def load_embedding_model(
     return loaded
 
 
-def embeddings_of(loaded: LoadedModel, pooling: str | None) -> EmbeddingModel:
+def embeddings_of(
+    loaded: LoadedModel, pooling: str | None, *, turns: Turns | None = None
+) -> EmbeddingModel:
     """Return what embeds with a chat model; it opens a backend of its own, over the same weights.
 
-    Its KV cache holds one text, and its memory is taken when the first text comes.
+    Its KV cache holds one text, and its memory is taken when the first text comes. `turns` are
+    those of the engines that it shares the cores with.
     """
     chosen = choose_pooling(pooling, loaded.path, is_causal=True)
     max_len = loaded.engine.max_model_len
@@ -121,7 +125,7 @@ def embeddings_of(loaded: LoadedModel, pooling: str | None) -> EmbeddingModel:
         pooling=chosen,
         aliases=loaded.aliases,
         open=lambda: open_embedder(
-            loaded.checkpoint, loaded.config, max_len=max_len, pooling=chosen
+            loaded.checkpoint, loaded.config, max_len=max_len, pooling=chosen, turns=turns
         ),
     )
 
@@ -133,6 +137,7 @@ def open_embedder(
     max_len: int,
     pooling: Pooling,
     weights: str = "file",
+    turns: Turns | None = None,
 ) -> Embedder:
     """Return an embedder with a backend of its own. `weights` is one of WEIGHTS."""
     model = checkpoint.config
@@ -156,7 +161,7 @@ def open_embedder(
     backend, _ = new_backend(checkpoint.path, config, num_bytes)
     kv = shape.kv(config.kv_dtype if model.is_causal else "f32")
     backend.load(plan, tensors, kv=kv, limits=shape.limits())
-    return Embedder(backend, shape, pooling)
+    return Embedder(backend, shape, pooling, turns)
 
 
 def hidden_plan(plan: Plan) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from msgspec import Struct
@@ -41,11 +42,19 @@ class Shape(Struct, frozen=True, kw_only=True):
 class Embedder:
     """Runs a loaded backend whose plan hands out hidden states. One thread at a time.
 
-    A text's vector has the same bits whatever texts share its steps (law 1), and length 1.
+    A text's vector has the same bits whatever texts share its steps (law 1), and length 1. `turns`
+    are entered around each step.
     """
 
-    def __init__(self, backend: Backend, shape: Shape, pooling: Pooling) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        shape: Shape,
+        pooling: Pooling,
+        turns: AbstractContextManager[int] | None = None,
+    ) -> None:
         self.shape = shape
+        self._turns = nullcontext(0) if turns is None else turns
         self.pooling = pooling
         self._backend = backend
         self._table_width = shape.limits().max_blocks_per_seq
@@ -68,7 +77,8 @@ class Embedder:
         sums = np.zeros((len(texts), self.shape.dim))  # the mean's direction is the sum's
         for begin in range(0, max(map(len, texts)), self.shape.step_tokens):
             step, spans = self._step(texts, begin)
-            hidden = self._backend.forward(step).logits
+            with self._turns:
+                hidden = self._backend.forward(step).logits
             for total, (first, last) in zip(sums, spans, strict=True):
                 total += hidden[first:last].sum(axis=0, dtype=np.float64)
         lengths = np.sqrt([(total * total).sum() for total in sums])

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from msgspec import Struct
@@ -41,19 +40,11 @@ class EmbeddingQueue:
     """Computes on a thread of its own, which opens the embedder when the first text comes.
 
     Calls take turns, a text each, so a call of thousands of texts does not keep out one of one. A
-    cancelled future takes its texts with it. `submit` may be called from any thread. `turns` is
-    entered around each step.
+    cancelled future takes its texts with it. `submit` may be called from any thread.
     """
 
-    def __init__(
-        self,
-        open_embedder: Callable[[], Embedder],
-        *,
-        dim: int,
-        turns: AbstractContextManager[int] | None = None,
-    ) -> None:
+    def __init__(self, open_embedder: Callable[[], Embedder], *, dim: int) -> None:
         self._open = open_embedder
-        self._turns = nullcontext(0) if turns is None else turns
         self._dim = dim
         self._tokens_per_s = 0.0
         self._wakeup = threading.Condition()  # guards all below
@@ -99,8 +90,7 @@ class EmbeddingQueue:
         while batch := self._take(embedder):
             try:
                 embedder = embedder or self._open()
-                with self._turns:
-                    self._compute(embedder, batch)
+                self._compute(embedder, batch)
             except Exception as error:
                 logger.exception("a step of %d texts failed", len(batch))
                 self._fail([call for call, _ in batch], error)

@@ -15,7 +15,8 @@ from paceline.models.base import ModelConfig
 logger = logging.getLogger(__name__)
 
 KV_SHARE = 0.5  # of the memory that is left beside the weights, where --kv-memory says nothing
-_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "int8": 1, "fp8": 1}
+_SCALE_BYTES = {"int8": 2, "fp8": 2}  # of a token's K, or V, in one head
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge number
 
 
@@ -32,9 +33,9 @@ class KVSize(Struct, frozen=True, kw_only=True):
 
 
 def kv_token_bytes(model: ModelConfig, kv_dtype: str) -> int:
-    """Bytes of K and V that one token takes, all layers together."""
-    width = model.num_layers * model.num_kv_heads * model.head_dim
-    return 2 * width * _ITEM_BYTES[kv_dtype]
+    """Bytes of K and V that one token takes with their scales, all layers together."""
+    head_bytes = model.head_dim * _ITEM_BYTES[kv_dtype] + _SCALE_BYTES.get(kv_dtype, 0)
+    return 2 * model.num_layers * model.num_kv_heads * head_bytes
 
 
 def size_kv(

@@ -58,7 +58,7 @@ def from_trace(trace: Mapping[str, Any], source: str) -> Facts:
     found = checked(trace, TraceRecord, source)
     calls, steps, num_failed = [], [], 0
     for event in found.events:
-        if "parts_ms" in event.args:
+        if _is_of_a_call(event.args):
             if event.args.get("outcome") == "ok":
                 calls.append(_call(event.args, source))
             else:
@@ -74,9 +74,14 @@ def from_trace(trace: Mapping[str, Any], source: str) -> Facts:
     )
 
 
+def _is_of_a_call(details: Mapping[str, Any]) -> bool:
+    """Say whether a record is of a call that generates: those that embed have no first token."""
+    return "parts_ms" in details and details.get("path") != "/v1/embeddings"
+
+
 def from_access_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
     """Return the facts of a server's access log. It knows nothing of steps."""
-    lines = [line for line in lines if "parts_ms" in line]
+    lines = [line for line in lines if _is_of_a_call(line)]
     answered = [line for line in lines if line.get("outcome") == "ok"]
     calls = tuple(_call(line, source) for line in answered)
     return Facts(source=source, calls=calls, num_failed=len(lines) - len(answered))

@@ -30,10 +30,12 @@ class Work(Struct, frozen=True, kw_only=True):
     attention_macs: int
     num_bytes: int
     float_macs: int = 0  # linears over weights in a float format
+    int8_attention_macs: int = 0  # over an int8 KV cache
 
     @property
     def macs(self) -> int:
-        return self.linear_macs + self.float_macs + self.attention_macs
+        attention = self.attention_macs + self.int8_attention_macs
+        return self.linear_macs + self.float_macs + attention
 
 
 class AttentionCost(Struct, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class AttentionCost(Struct, frozen=True, kw_only=True):
     key_macs: int
     key_bytes: int
     window: int  # 0: all keys
+    is_int8: bool = False
 
     def num_visible(self, num_keys: int) -> int:
         return min(num_keys, self.window) if self.window else num_keys
@@ -50,9 +53,11 @@ class AttentionCost(Struct, frozen=True, kw_only=True):
         """Sequences that hold `context` tokens each get `num_tokens` more."""
         keys = sum(self.num_visible(context + i + 1) for i in range(num_tokens))
         held = min(context, self.window - 1) if self.window else context
+        macs = num_seqs * self.key_macs * keys
         return Work(
             linear_macs=0,
-            attention_macs=num_seqs * self.key_macs * keys,
+            attention_macs=0 if self.is_int8 else macs,
+            int8_attention_macs=macs if self.is_int8 else 0,
             num_bytes=num_seqs * self.key_bytes * (held + num_tokens),
         )
 
@@ -100,17 +105,21 @@ def op_costs(checkpoint: Checkpoint, kv_dtype: str = "f16") -> tuple[OpCost, ...
     """Return the costs of each op that Paceline runs for `checkpoint`; no weight is read."""
     config = checkpoint.config
     formats = {name: tensor.format for name, tensor in checkpoint.tensors.items()}
-    key_bytes = kv_token_bytes(config, kv_dtype) // config.num_layers
     ops = lower(build_plan(config), formats).ops
-    return tuple(_op_cost(op, checkpoint, key_bytes) for op in ops)
+    return tuple(_op_cost(op, checkpoint, kv_dtype) for op in ops)
 
 
-def _op_cost(op: Op, checkpoint: Checkpoint, key_bytes: int) -> OpCost:
+def _op_cost(op: Op, checkpoint: Checkpoint, kv_dtype: str) -> OpCost:
     rows = op.out.rows
     if op.name == "attend":
         # A key is multiplied with the query, its value with the probability.
-        key_macs = 2 * op.attrs["heads"] * op.attrs["head_dim"]
-        layer = AttentionCost(key_macs=key_macs, key_bytes=key_bytes, window=op.attrs["window"])
+        config = checkpoint.config
+        layer = AttentionCost(
+            key_macs=2 * op.attrs["heads"] * op.attrs["head_dim"],
+            key_bytes=kv_token_bytes(config, kv_dtype) // config.num_layers,
+            window=op.attrs["window"],
+            is_int8=kv_dtype == "int8",
+        )
         return OpCost(kind="attention", rows=rows, unit="attention", attention=layer)
     if op.name != "linear":
         return OpCost(kind=op.name, rows=rows, unit="float")
@@ -154,15 +163,17 @@ def chunk_work(
     Weights are read once.
     """
     macs = num_seqs * num_tokens * costs.token_macs + num_logit_rows * costs.logit_macs
-    attention_macs, num_bytes = 0, costs.weight_bytes
+    attention_macs, int8_macs, num_bytes = 0, 0, costs.weight_bytes
     for layer, num_layers in Counter(costs.attention).items():
         work = layer.work(num_seqs=num_seqs, num_tokens=num_tokens, context=context)
         attention_macs += num_layers * work.attention_macs
+        int8_macs += num_layers * work.int8_attention_macs
         num_bytes += num_layers * work.num_bytes
     return Work(
         linear_macs=0 if costs.is_float else macs,
         float_macs=macs if costs.is_float else 0,
         attention_macs=attention_macs,
+        int8_attention_macs=int8_macs,
         num_bytes=num_bytes,
     )
 
@@ -182,7 +193,7 @@ def decode_work(costs: ModelCosts, *, num_streams: int, context: int) -> Work:
 def compute_s(work: Work, ceilings: Ceilings) -> float:
     """Return the seconds of the multiply-adds at the ceilings."""
     return (
-        work.linear_macs / ceilings.int8_macs_s
+        (work.linear_macs + work.int8_attention_macs) / ceilings.int8_macs_s
         + work.float_macs / ceilings.f32_macs_s
         + work.attention_macs / ceilings.attention_macs_s
     )

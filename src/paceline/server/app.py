@@ -23,6 +23,7 @@ from paceline.server.errors import ApiError, as_api_error, error_response
 from paceline.server.models.entry import Entry
 from paceline.server.models.models import Models
 from paceline.server.models.routes import ModelRoutes, UseUntilEnd
+from paceline.server.openapi import describe
 from paceline.server.page.routes import add_page
 from paceline.server.reports import Observer, Reports
 from paceline.server.responses.routes import ResponseRoutes
@@ -123,10 +124,11 @@ def create_models_app(
         add_page(app)
     app.add_middleware(UseUntilEnd)
     app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING | {EMBEDDINGS_PATH})
-    app.add_middleware(Timekeeping, paths=_GENERATING, on_open=reports.open,
+    app.add_middleware(Timekeeping, paths=_GENERATING | {EMBEDDINGS_PATH}, on_open=reports.open,
                        on_close=reports.add)  # fmt: skip
     add_cors(app, cors_origins)
     add_error_handlers(app)
+    describe(app, has_keys=keys is not None)
     return app
 
 

@@ -23,6 +23,7 @@ from paceline.types import Delta, FinishReason, SamplingParams, Timings, Usage
 Outcome = Literal["ok", "refused", "aborted", "failed"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "aborted", "failed")
 
+_ENDPOINTS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 MAX_CALLS = 512  # finished calls that are remembered
 MAX_CHOICES = 4096  # choices of all of them together
 _MAX_BLAMED = 8  # requests that a report blames by name
@@ -64,6 +65,7 @@ class Call(Struct, eq=False, kw_only=True):
     is_stream: bool = False
     num_choices: int = 0
     n: int = 1
+    num_embedded: int = 0  # tokens of the texts of a call that embeds; it has no choices
     max_tokens: int | None = None
     temperature: float = 0.0
     status: int = 0  # 0: the client left before there was one
@@ -138,7 +140,7 @@ class Call(Struct, eq=False, kw_only=True):
 
     @property
     def endpoint(self) -> str:
-        return "text_completion" if self.path == "/v1/completions" else "chat"
+        return _ENDPOINTS.get(self.path, "chat")
 
     @property
     def outcome(self) -> Outcome:
@@ -164,8 +166,9 @@ class Call(Struct, eq=False, kw_only=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once whatever n is."""
-        return sum(e.usage.prompt_tokens for i, e in self.choices.items() if i % self.n == 0)
+        """Tokens of all prompts, each counted once whatever n is, or of all texts embedded."""
+        prompts = (e.usage.prompt_tokens for i, e in self.choices.items() if i % self.n == 0)
+        return sum(prompts) + self.num_embedded
 
     @property
     def cached_tokens(self) -> int:

@@ -16,6 +16,7 @@ from paceline.server.door import Door, Keys, Life
 from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
 from paceline.server.errors import ApiError
 from paceline.server.openai import model_object
+from paceline.server.openapi import describe
 from paceline.server.tokens import check_model
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
@@ -42,10 +43,11 @@ def create_embedding_app(
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for path in _GENERATING:
-        app.add_api_route(path, status.writes_nothing, methods=["POST"], response_model=None)
+        app.add_api_route(path, status.writes_nothing, methods=["POST"], include_in_schema=False)
     app.add_middleware(Door, life=life, keys=keys, counted=frozenset({EMBEDDINGS_PATH}))
     add_cors(app, cors_origins)
     add_error_handlers(app)
+    describe(app, has_keys=keys is not None)
     return app
 
 

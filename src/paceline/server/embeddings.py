@@ -6,7 +6,7 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -20,9 +20,12 @@ from paceline.embedding.build import EmbeddingModel
 from paceline.embedding.queue import EmbeddingQueue, QueueClosedError
 from paceline.engine.checks import check_ids
 from paceline.errors import PacelineError
+from paceline.measure.ledger import Part
 from paceline.server.body import read_body, request_id
+from paceline.server.calls import Call
 from paceline.server.errors import ApiError
 from paceline.server.schema import parse
+from paceline.server.timekeeping import CALL
 from paceline.server.tokens import check_model
 
 EMBEDDINGS_PATH = "/v1/embeddings"
@@ -45,22 +48,19 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 class Embeddings:
     """Answers calls for one model. `max_waiting` bounds the tokens of all calls in the queue."""
 
-    def __init__(
-        self,
-        model: EmbeddingModel,
-        *,
-        max_waiting: int | None = None,
-        turns: AbstractContextManager[int] | None = None,
-    ) -> None:
+    def __init__(self, model: EmbeddingModel, *, max_waiting: int | None = None) -> None:
         self.model = model
-        self._queue = EmbeddingQueue(model.open, dim=model.dim, turns=turns)
+        self._queue = EmbeddingQueue(model.open, dim=model.dim)
         self._max_waiting = max_waiting or MAX_WAITING_TOKENS
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedding-text")
 
     async def embeddings(self, http: HttpRequest) -> Response:
+        call: Call | None = http.scope.get("state", {}).get(CALL)
         body = await read_body(http)
+        _lap(call, Part.RECEIVE)
         loop = asyncio.get_running_loop()
         request, texts = await loop.run_in_executor(self._threads, self._prepare, body)
+        _lap(call, Part.TOKENISE)
         num_tokens = sum(map(len, texts))
         waiting = self._queue.num_tokens
         if waiting and waiting + num_tokens > self._max_waiting:
@@ -75,9 +75,13 @@ class Embeddings:
             raise ApiError(503, str(error), code="shutting_down", retry_after_s=1) from None
         except PacelineError as error:  # the request was checked: what fails now is the server
             raise ApiError(500, str(error)) from None
+        _lap(call, Part.PREFILL)
         answer = await loop.run_in_executor(
             self._threads, self._answer, vectors, num_tokens, request.encoding_format == "base64"
         )
+        _lap(call, Part.SEND)
+        if call is not None:
+            call.num_embedded = num_tokens
         headers = {"x-request-id": request_id(http)}
         return Response(answer, media_type="application/json", headers=headers)
 
@@ -133,6 +137,12 @@ class Embeddings:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         tail = _encode({"model": self.model.name, "usage": usage})[1:]
         return b'{"object":"list","data":[' + b",".join(data) + b"]," + tail
+
+
+def _lap(call: Call | None, part: Part) -> None:
+    """Book the time since the last lap of a call, where somebody keeps its time."""
+    if call is not None:
+        call.lap(part)
 
 
 def split_input(given: str | list[Any]) -> list[str | list[int]]:

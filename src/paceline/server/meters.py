@@ -40,11 +40,19 @@ class CallMeters:
         self.blame_s: dict[tuple[str, ...], float] = {
             (cause,): 0 for cause in ("prefill", "decode", "preemption")
         }
+        self.embedding_s: dict[tuple[str, ...], Histogram] = {
+            (outcome,): Histogram(SECONDS) for outcome in OUTCOMES
+        }
+        self.embedded_tokens: dict[tuple[str, ...], float] = {(outcome,): 0 for outcome in OUTCOMES}
         self.reasons: dict[tuple[str, ...], float] = {(reason,): 0 for reason in _REASONS}
 
     def observe(self, call: Call) -> None:
         """Count a call. Precondition: it has ended."""
         outcome = call.outcome
+        if call.endpoint == "embeddings":  # apart: it has no first token, and none that follow
+            self.embedding_s[outcome,].observe(call.wall_ns() / 1e9)
+            self.embedded_tokens[outcome,] += call.num_embedded
+            return
         wall_ns, ns = call.wall_ns(), call.parts()
         spent = {part.label: ns[part] / 1e9 for part in Part}
         spent[RESIDUAL] = (wall_ns - sum(ns)) / 1e9

@@ -141,6 +141,13 @@ class Metrics:
             "part", "outcome",
         )  # fmt: skip
         yield self._counter("paceline:tokens", "Tokens of calls.", calls.tokens, "kind", "outcome")
+        yield self._histogram(
+            "paceline:embedding_seconds", "Time of calls that embed.", calls.embedding_s, "outcome"
+        )
+        yield self._counter(
+            "paceline:embedding_tokens", "Tokens that were embedded.", calls.embedded_tokens,
+            "outcome",
+        )  # fmt: skip
         yield self._counter(
             "paceline:lost_seconds", "Time that others cost.", calls.blame_s, "cause"
         )

@@ -99,7 +99,7 @@ class Models:
         return entry.served
 
     async def _wait(self, loading: asyncio.Task[ApiError | None]) -> None:
-        """Wait for a loading, which goes on if the caller is cancelled. Raises what it failed of"""
+        """Wait for a loading, which goes on if the caller is cancelled. Raises why it failed."""
         stopping = asyncio.create_task(self._is_stopping.wait())
         try:
             await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,15 +126,12 @@ class Models:
                     self._start(entry, served)
         except ApiError as error:
             return error
-        except Exception as error:
+        except PacelineError as error:
+            logger.error("%s could not be loaded: %s", entry.name, error)
+            return _failed(entry, f": {entry.without_path(error)}")
+        except Exception:
             logger.exception("%s could not be loaded", entry.name)
-            reason = f": {entry.without_path(error)}"
-            if not isinstance(error, PacelineError):
-                reason = "; the server's log says why"
-            return ApiError(
-                503, f"the model {entry.name!r} could not be loaded{reason}",
-                code="model_load_failed", retry_after_s=_RETRY_S,
-            )  # fmt: skip
+            return _failed(entry, "; the server's log says why")
         finally:
             entry.loading = None
         return None
@@ -168,10 +165,10 @@ class Models:
 
     def _no_room(self, entry: Entry, lack: int) -> ApiError:
         busy = [e.name for e in self.entries if e.served is not None and not e.is_idle]
-        holders = f"{', '.join(busy)} answer calls and keep" if busy else "other programs have"
+        holders = f"models that answer calls ({', '.join(busy)})" if busy else "other programs"
         return ApiError(
             503, f"{entry.name} needs {format_bytes(entry.need.num_bytes)} of memory, "
-            f"{format_bytes(lack)} more than is left: {holders} the rest; try again later, or "
+            f"{format_bytes(lack)} more than is left; {holders} have the rest: try again later, or "
             "raise --model-memory",
             code="model_memory", retry_after_s=_RETRY_S,
         )  # fmt: skip
@@ -201,6 +198,13 @@ class Models:
             served = entry.served
             if served is not None:
                 served.stop()
+
+
+def _failed(entry: Entry, reason: str) -> ApiError:
+    return ApiError(
+        503, f"the model {entry.name!r} could not be loaded{reason}",
+        code="model_load_failed", retry_after_s=_RETRY_S,
+    )  # fmt: skip
 
 
 def _collect() -> None:
