@@ -54,10 +54,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/version"): Operation(summary="The server's version", answer=shapes.Version),
     ("post", "/tokenize"): Operation(
-        summary="Text to token ids", body=TokenizeRequest, answer=shapes.Tokens, statuses=_BODY
+        summary="Text to token ids", body=TokenizeRequest, answer=shapes.Tokens,
+        statuses=(*_BODY, 429, 503),
     ),
     ("post", "/detokenize"): Operation(
-        summary="Token ids to text", body=DetokenizeRequest, answer=shapes.Text, statuses=_BODY
+        summary="Token ids to text", body=DetokenizeRequest, answer=shapes.Text,
+        statuses=(*_BODY, 429, 503),
     ),
     ("get", "/v1/models"): Operation(summary="The models served", answer=shapes.ModelList),
     ("get", "/v1/models/{name}"): Operation(
@@ -77,7 +79,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/messages/count_tokens"): Operation(
         summary="How many tokens a prompt has", body=CountRequest, answer=shapes.TokenCount,
-        statuses=_BODY,
+        statuses=(*_BODY, 429, 503),
     ),
     ("post", "/v1/responses"): Operation(
         summary="A response, by OpenAI's Responses API", body=ResponseRequest,
@@ -119,11 +121,18 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("get", "/v1/trace"): Operation(
         summary="The last steps and calls, for Perfetto", answer=dict[str, Any],
         statuses=(400, 404),
-        query={"last_s": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9}},
+        query={
+            "last_s": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
+            "model": {"type": "string"},
+        },
     ),
     ("get", "/v1/paceline/live"): Operation(
-        summary="The last minutes by the second", answer=dict[str, Any], statuses=(400,),
-        query={"after_s": _INTEGER, "by": {"enum": ["wall", "ttft", "tpot"]}},
+        summary="The last minutes by the second", answer=dict[str, Any], statuses=(400, 404),
+        query={
+            "after_s": _INTEGER,
+            "by": {"enum": ["wall", "ttft", "tpot"]},
+            "model": {"type": "string"},
+        },
     ),
     ("get", "/metrics"): Operation(
         summary="Prometheus' text format", answer="text/plain"
