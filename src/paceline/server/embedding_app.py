@@ -92,7 +92,8 @@ class _Status:
         )  # fmt: skip
 
     def _object(self) -> dict[str, object]:
-        return model_object(self._model.name, self._created, self._model.max_len)
+        told = model_object(self._model.name, self._created, self._model.max_len)
+        return {**told, "loaded": True}
 
 
 def _json(body: object) -> Response:
