@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 MAX_N = 128
+_MAX_COUNT = 2**53  # of tokens: what a float still counts exactly
 MAX_STOP_CHARS = 1024  # of one stop string: matching costs up to its length a token
 
 
@@ -118,10 +119,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             _require(ok, name, value, "an integer")
         least = 1 if self.prompt_logprobs is None else 0
         _require(
-            self.max_tokens is None or self.max_tokens >= least,
+            self.max_tokens is None or least <= self.max_tokens <= _MAX_COUNT,
             "max_tokens",
             self.max_tokens,
-            f"at least {least}",
+            f"at least {least} and at most {_MAX_COUNT}",
         )
         _require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (off) or positive")

@@ -22,7 +22,7 @@ from paceline.errors import (
 )
 from paceline.quantize import run, staging
 from paceline.quantize.formats import parse_target
-from paceline.quantize.recipe import new_recipe
+from paceline.quantize.recipe import lossy_sources, new_recipe
 from paceline.quantize.rtn import RoundToNearest
 from paceline.quantize.run import Result, quantize
 from paceline.quantize.source import open_source
@@ -271,8 +271,11 @@ def test_what_exists_is_replaced_only_by_force_and_only_if_it_is_a_model(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(ParameterError, match="no model folder"):
-        write(folder, tmp_path / "home", "int8", force=True)
+    letter = tmp_path / "home" / "letter.txt"
+    for path in (tmp_path / "home", letter):
+        with pytest.raises(ParameterError, match="no model folder and no GGUF file"):
+            write(folder, path, "int8", force=True)
+    assert letter.read_text() == "dear"
     with pytest.raises(ParameterError, match="is the source itself"):
         write(folder, folder, "int8", force=True)
     assert relative_error(folder, folder, DOWN) == 0
@@ -392,3 +395,13 @@ def test_blocks_that_do_not_fill_their_bytes_are_refused(folder: Path, tmp_path:
         path.write_bytes(whole.replace(old, new, 1))
         with pytest.raises((ModelFormatError, UnsupportedModelError), match=error):
             open_safetensors(path)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "fp8"])
+def test_a_second_rounding_is_told(folder: Path, tmp_path: Path, fmt: str) -> None:
+    write(folder, tmp_path / "first", fmt)
+    again = new_recipe(
+        open_source(tmp_path / "first"), tmp_path / "second", method="rtn",
+        target=parse_target("int4", None, None),
+    )  # fmt: skip
+    assert lossy_sources(again)

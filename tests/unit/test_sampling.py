@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.engine.sampler import Sampler, choice_seed, describe_failure, mix, token_logprob
+from paceline.errors import ParameterError
 from paceline.types import SamplingParams
 from tests.unit.piece_tokenizer import PieceTokenizer
 
@@ -78,3 +79,9 @@ def test_log_probabilities_carry_rank_and_alternatives() -> None:
     entry = token_logprob(3, (-1.5, 2, [(1, -0.5), (3, -1.5)]))
     assert (entry.token_id, entry.logprob, entry.rank) == (3, -1.5, 2)
     assert entry.top == ((1, -0.5), (3, -1.5))
+
+
+def test_a_number_of_tokens_beyond_all_counting_is_refused() -> None:
+    with pytest.raises(ParameterError, match="max_tokens"):
+        SamplingParams(max_tokens=10**400)
+    assert SamplingParams(max_tokens=2**53).max_tokens == 2**53

@@ -13,7 +13,7 @@ from paceline.errors import ParameterError
 from paceline.quantize.base import Blocks
 from paceline.quantize.formats import Target
 from paceline.quantize.source import Source
-from paceline.weights.tensor import BLOCK, FLOAT_FORMATS, StoredTensor
+from paceline.weights.tensor import BLOCK, F8_FORMATS, FLOAT_FORMATS, StoredTensor
 
 EMBEDDING_CHOICES = ("auto", "same", "keep")
 
@@ -66,7 +66,7 @@ def new_recipe(
     if embeddings not in EMBEDDING_CHOICES:
         choices = ", ".join(EMBEDDING_CHOICES)
         raise ParameterError(f"embeddings is {embeddings!r}: choose {choices}", param="embeddings")
-    is_gguf = out.suffix == ".gguf"
+    is_gguf = out.suffix.lower() == ".gguf"
     if is_gguf and target.is_grouped:
         raise ParameterError(
             f"a GGUF file cannot hold {target.format}: choose q8_0, q4_k, …, or name a folder with "
@@ -109,6 +109,6 @@ def lossy_sources(recipe: Recipe) -> dict[str, int]:
     again = [
         t.tensor.format
         for t in recipe.tensors
-        if t.blocks is not None and t.tensor.format not in FLOAT_FORMATS
+        if t.blocks is not None and t.tensor.format not in FLOAT_FORMATS - F8_FORMATS
     ]
     return dict(Counter(again).most_common())

@@ -20,6 +20,7 @@ from types import TracebackType
 from paceline.errors import OutputError, ParameterError
 
 _JOURNAL = "progress.json"
+_GGUF = b"GGUF"  # the first bytes of such a file
 
 
 class Staging:
@@ -135,8 +136,15 @@ def refuse_existing(out: Path, force: bool) -> None:
         return
     if not force:
         raise ParameterError(f"{out} exists: choose another name, or --force to replace it")
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
-        raise ParameterError(f"{out} is no model folder: --force replaces only those")
+    if out.is_dir():
+        is_model = not any(out.iterdir()) or (out / "config.json").exists()
+    else:
+        with _explained(out), out.open("rb") as file:
+            is_model = file.read(len(_GGUF)) == _GGUF
+    if not is_model:
+        raise ParameterError(
+            f"{out} is no model folder and no GGUF file: --force replaces only those"
+        )
 
 
 @contextmanager
