@@ -16,7 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
+from paceline.config import EngineConfig
 from paceline.errors import PacelineError
+from paceline.evaluate.run import Evaluation, Source, Work
+from paceline.evaluate.state import State
 from paceline.measure.quality import limits_for, perplexity
 from tests.conftest import reference_logits
 from tests.e2e.live import TOKENIZER
@@ -170,6 +173,24 @@ def test_greedy_answers_are_marked_and_loops_counted(script_path: Path, tmp_path
     loops = facts["prompts"]["loops"]
     assert (loops["num_answers"], loops["num_loops"], loops["num_cut"]) == (2, 1, 1)
     assert facts["tasks"][str(tasks)]["numbers"]["num_items"] == 2
+
+
+def test_answers_that_the_state_knows_are_not_asked_for_again(
+    script_path: Path, tmp_path: Path
+) -> None:
+    """The state is given an answer that the model would never give, and it counts."""
+    prompts = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    arguments = (script_path, "--raw", "--prompts", prompts, "--state", tmp_path / "state")
+    source = Source(role="model", model=str(script_path), path=script_path, config=EngineConfig())
+    evaluation = Evaluation([source], Work(prompts=("a", "b"), is_chat=False))
+    with State(tmp_path / "state", evaluation.identity) as state:
+        state.put("model prompt 1", {"text": "", "num_tokens": 99, "is_cut": True, "loop": 3})
+    facts = evaluate(*arguments)
+    assert facts["resumed_items"] == 1
+    assert facts["generation"]["model"]["prompts"]["loops"]["num_loops"] == 1
+    again = evaluate(*arguments)
+    assert again["resumed_items"] == 0
+    assert again["generation"]["model"]["prompts"]["loops"]["num_loops"] == 0
 
 
 def test_humaneval_runs_programs_only_when_it_may(script_path: Path, tmp_path: Path) -> None:

@@ -49,7 +49,12 @@ def test_the_environment_and_the_folder_are_empty(monkeypatch: pytest.MonkeyPatc
     assert run_program(source).has_passed
 
 
-def test_a_process_that_it_leaves_behind_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_namespaces", [True, False])
+def test_a_process_that_it_leaves_behind_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_namespaces: bool
+) -> None:
+    if not has_namespaces:
+        monkeypatch.setattr("paceline.evaluate.sandbox.isolation", tuple)
     marker = tmp_path / "alive"
     source = (
         "import os, time\n"

@@ -190,7 +190,8 @@ def evaluate(
     work = Work(
         text=text, context=context, stride=context // 2 if stride is None else stride,
         limit=limit, **_read_files(tasks, prompts, limit), lengths=_integers(needle, "--needle"),
-        depths=_integers(depths, "--depths", high=100), max_tokens=max_tokens, is_chat=is_chat,
+        depths=_integers(None if needle is None else depths, "--depths", high=100),
+        max_tokens=max_tokens, is_chat=is_chat,
         problems=_problems(humaneval_file, limit) if humaneval else (),
     )  # fmt: skip
     _check_asked(ctx, work)

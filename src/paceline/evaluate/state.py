@@ -80,16 +80,15 @@ class State:
 
     def _read(self) -> None:
         data = self.path.read_bytes()
+        if not data:
+            self._append({"identity": self._identity})
+            return
         whole = data[: data.rfind(b"\n") + 1]
-        os.ftruncate(self._fd, len(whole))
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
-            if not lines:
-                self._append({"identity": self._identity})
-                return
             found = lines[0]["identity"]
             self._items = {line["key"]: line["value"] for line in lines[1:]}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, IndexError, KeyError, TypeError):
             raise ParameterError(
                 f"{self.path} is no state of an evaluation: name another file with --state"
             ) from None
@@ -102,6 +101,7 @@ class State:
                 f"{self.path} is the state of another evaluation (it differs in "
                 f"{', '.join(names)}): delete it, or name another file with --state"
             )
+        os.ftruncate(self._fd, len(whole))
         self.num_resumed = len(self._items)
 
     def _append(self, line: Mapping[str, Any]) -> None:

@@ -131,7 +131,8 @@ def run_choices(subject: Subject, name: str, items: Sequence[MultipleChoice]) ->
         first = len(subject.loaded.encode_prompt(head))
         for idx, choice in enumerate(item.choices):
             ids = subject.loaded.encode_prompt(f"{head} {choice}")
-            texts[f"{name} choice {number}.{idx}"] = (ids, first)
+            # A tokenizer may join the choice to the last token before it: then that one counts.
+            texts[f"{name} choice {number}.{idx}"] = (ids, min(first, len(ids) - 1))
     sums = log_likelihoods(subject, texts, what=name)
     num_right = num_right_normalised = 0
     for number, item in enumerate(items):
