@@ -18,7 +18,7 @@ from paceline.config import EngineConfig
 from paceline.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
 from paceline.types import Timings, Usage
 
-COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench", "quantize")
+COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench", "quantize", "eval")
 
 
 @engine_options

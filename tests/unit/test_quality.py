@@ -12,7 +12,7 @@ import pytest
 from paceline.backends.reference import ReferenceBackend
 from paceline.errors import ParameterError
 from paceline.measure.quality import (
-    _windows,
+    windows,
     compare_logits,
     limits_for,
     perplexity,
@@ -50,8 +50,8 @@ def test_perplexity_of_a_fixed_distribution_is_its_own(tmp_path: Path) -> None:
 
 
 def test_windows_are_llama_cpps_or_slide_and_score_each_token_once() -> None:
-    assert list(_windows(20, 8, None)) == [(0, 8, 5), (8, 16, 13)]
-    sliding = list(_windows(11, 6, 2))
+    assert list(windows(20, 8, None)) == [(0, 8, 5), (8, 16, 13)]
+    sliding = list(windows(11, 6, 2))
     assert sliding == [(0, 6, 1), (2, 8, 6), (4, 10, 8), (6, 11, 10)]
     scored = [t for _, stop, first in sliding for t in range(first, stop)]
     assert scored == list(range(1, 11))

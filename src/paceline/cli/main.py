@@ -38,6 +38,7 @@ _COMMANDS = {
     "explain": "explain",
     "cache": "app",
     "quantize": "quantize",
+    "eval": "evaluate",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

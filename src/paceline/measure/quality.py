@@ -85,7 +85,7 @@ def perplexity(
     if context < 4 or (stride is not None and not 1 <= stride < context):
         raise ParameterError(f"context {context} and stride {stride} make no windows")
     losses: list[float] = []
-    for start, stop, first in _windows(len(token_ids), context, stride):
+    for start, stop, first in windows(len(token_ids), context, stride):
         window = list(token_ids[start:stop])
         if bos_id is not None:
             window[0] = bos_id
@@ -102,7 +102,7 @@ def perplexity(
     return Perplexity(math.exp(mean), math.exp(mean) * error, len(losses))
 
 
-def _windows(total: int, context: int, stride: int | None) -> Iterator[tuple[int, int, int]]:
+def windows(total: int, context: int, stride: int | None) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first scored token) of each window."""
     if stride is None:
         for start in range(0, total - context + 1, context):
@@ -118,7 +118,8 @@ def _windows(total: int, context: int, stride: int | None) -> Iterator[tuple[int
             return
 
 
-def _log_softmax(logits: F32) -> npt.NDArray[np.float64]:
+def log_softmax(logits: F32) -> npt.NDArray[np.float64]:
+    """Return the log-probabilities of each row, in float64."""
     values = logits.astype(np.float64)
     shifted: npt.NDArray[np.float64] = values - values.max(axis=-1, keepdims=True)
     total: npt.NDArray[np.float64] = np.exp(shifted).sum(axis=-1, keepdims=True)
@@ -127,13 +128,13 @@ def _log_softmax(logits: F32) -> npt.NDArray[np.float64]:
 
 def _losses(logits: F32, targets: Sequence[int]) -> list[float]:
     rows = np.arange(len(targets))
-    losses: list[float] = (-_log_softmax(logits)[rows, list(targets)]).tolist()
+    losses: list[float] = (-log_softmax(logits)[rows, list(targets)]).tolist()
     return losses
 
 
 def compare_logits(reference: F32, logits: F32) -> Fidelity:
     """KL divergence and top-1 agreement of two [L, V] logit sets, row by row."""
-    p, q = _log_softmax(reference), _log_softmax(logits)
+    p, q = log_softmax(reference), log_softmax(logits)
     divergence = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0)
     agreement = reference.argmax(axis=-1) == logits.argmax(axis=-1)
     return Fidelity(
