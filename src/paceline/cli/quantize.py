@@ -101,7 +101,8 @@ def quantize(
 ) -> None:
     """Write a model in fewer bytes a weight: decode reads them all for every token.
 
-    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB.
+    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB
+    (gptq needs more: it runs the model over a text, layer by layer).
     Norms and biases stay as they are. **Killed half way? Run the same command again**: it goes on
     where it stopped. Weights that have few bits already lose more by a second rounding: begin with
     a float model where you can.
