@@ -1,12 +1,13 @@
 """The price of `paceline quantize`: a model in each format against the model that it was made from.
 
     python benchmarks/quantisation.py MODEL [--formats int8:64 int4:64 …] [--characters 10000]
-        [--json FILE]
+        [--calibrate FILE] [--calibrate-from CHARACTER] [--json FILE]
 
-A format is FORMAT, FORMAT:GROUP or FORMAT:GROUP:asym. Per format: bytes of the tensors, perplexity
-(context 512, second half of each window scored) and its ratio to the source's, mean
-KL(source || format) and top-1 agreement. Activations are f32, so the differences are the weights'
-alone; nothing here depends on how busy the machine is.
+A format is FORMAT, FORMAT:GROUP or FORMAT:GROUP:asym; METHOD/FORMAT… is made by that method, gptq
+for the text of --calibrate, or for the prose from --calibrate-from on, which no figure is measured
+over. Per format: bytes of the tensors, perplexity (context 512, second half of each window scored)
+and its ratio to the source's, mean KL(source || format) and top-1 agreement. Activations are f32,
+so the differences are the weights' alone; nothing here depends on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from quality import CONTEXT, FIRST, PROSE, Score, our_engine
 
 from paceline.backends.native import NativeBackend
 from paceline.catalog import resolve
+from paceline.cli.quantize import build_method
 from paceline.cpu import resolve_num_threads
 from paceline.quantize.formats import parse_target
 from paceline.quantize.recipe import new_recipe
-from paceline.quantize.rtn import RoundToNearest
 from paceline.quantize.run import quantize
 from paceline.quantize.source import open_source
 from paceline.text.tokenizer import build_tokenizer
@@ -32,12 +33,14 @@ from paceline.weights.checkpoint import open_checkpoint
 FORMATS = ("int8:64", "int4:32", "int4:64", "int4:128", "int4:64:asym", "fp8:channel")
 
 
-def written(source_path: Path, spec: str, out: Path) -> None:
-    fmt, group, kind = [*spec.split(":"), "", ""][:3]
+def written(source_path: Path, spec: str, out: Path, calibrate: Path | None) -> None:
+    name, _, form = spec.rpartition("/")
+    fmt, group, kind = [*form.split(":"), "", ""][:3]
     symmetric = {"": None, "sym": True, "asym": False}[kind]
     source, target = open_source(source_path), parse_target(fmt, group or None, symmetric)
-    recipe = new_recipe(source, out, method="rtn", target=target)
-    quantize(source, out, recipe, RoundToNearest(), num_threads=resolve_num_threads(None)[0])
+    method = build_method(name or "rtn", source, target, calibrate)
+    recipe = new_recipe(source, out, method=method.name, target=target, settings=method.settings)
+    quantize(source, out, recipe, method, num_threads=resolve_num_threads(None)[0])
 
 
 def windows_of(path: Path, num_characters: int) -> list[list[int]]:
@@ -53,8 +56,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--characters", type=int, default=10_000)
+    parser.add_argument("--calibrate", type=Path)
+    parser.add_argument("--calibrate-from", type=int, default=40_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.calibrate_from < args.characters:
+        parser.error("--calibrate-from must lie behind --characters: those are measured over")
     source = resolve(args.model)
     windows = windows_of(source, args.characters)
 
@@ -69,7 +76,11 @@ def main() -> None:
             path = source
             if spec != "source":
                 path = Path(folder) / "model"
-                written(source, spec, path)
+                text = args.calibrate
+                if text is None:
+                    text = Path(folder) / "text"
+                    text.write_text(PROSE.read_text()[args.calibrate_from :])
+                written(source, spec, path, text)
             score, base = Score(), Score()
             logits = reference if spec == "source" else all_logits(path)
             for window, ours, theirs in zip(windows, logits, reference, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cli.quantize import find_method
+from paceline.cli.quantize import check_method
 from paceline.errors import (
     ModelFormatError,
     OutputError,
@@ -349,10 +349,24 @@ def test_options_that_do_not_go_together_are_refused(options: Any, message: str)
         parse_target(*options)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "magic"])
+@pytest.mark.parametrize("method", ["awq", "magic"])
 def test_methods_that_are_not_built_are_refused_by_name(method: str) -> None:
     with pytest.raises(ParameterError, match=f"{method}.*choose rtn"):
-        find_method(method)
+        check_method(method, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("rtn", Path("text"), None, None), "method rtn has no --calibrate:"),
+        (("rtn", None, 512, None), "method rtn has no --calibrate-tokens"),
+        (("rtn", None, None, False), "method rtn has no --act-order"),
+        (("gptq", None, None, None), "name one with --calibrate FILE"),
+    ],
+)
+def test_options_that_a_method_does_not_have_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        check_method(*options)
 
 
 def test_a_gguf_is_written_from_a_gguf_and_in_its_own_formats_only(

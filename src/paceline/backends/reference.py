@@ -278,6 +278,10 @@ _OPS: dict[str, Callable[..., F32]] = {
 }  # fmt: skip
 
 
+def _apply(run: _Run, op: Op, *inputs: F32) -> F32:
+    return _OPS[op.name](run, op, *inputs).astype(np.float32, copy=False)
+
+
 class ReferenceBackend:
     """Runs a family's plan or a lowered one. A q8 value is held as the float32 it stands for."""
 
@@ -305,6 +309,14 @@ class ReferenceBackend:
             self._dense[name] = dequantize(self._source[name])
         return self._dense[name]
 
+    def drop_weights(self) -> None:
+        """Give back the memory of dequantised weights; the next use dequantises again."""
+        self._dense.clear()
+
+    def run_op(self, op: Op, step: StepInput, *inputs: F32) -> F32:
+        """Return the value of one op of the plan, for those who go through it by themselves."""
+        return _apply(_Run(self, step), op, *inputs)
+
     def forward(self, step: StepInput) -> StepOutput:
         values = self.run(step)
         return StepOutput(values[sole_output(self.plan).id])
@@ -320,9 +332,7 @@ class ReferenceBackend:
             return values[value.parent][:, value.offset : value.offset + value.cols]
 
         for index, op in enumerate(self.plan.ops):
-            out = _OPS[op.name](run, op, *(read(v) for v in op.inputs)).astype(
-                np.float32, copy=False
-            )
+            out = _apply(run, op, *(read(v) for v in op.inputs))
             values[op.out.id] = quantize_dequantize(out) if op.out.format == "q8" else out
             if not keep:
                 for value in (op.out, *op.inputs):

@@ -12,10 +12,13 @@ from paceline.cli.options import Model
 
 if TYPE_CHECKING:
     from paceline.quantize.base import Method
+    from paceline.quantize.formats import Target
     from paceline.quantize.recipe import Recipe
     from paceline.quantize.run import Result
+    from paceline.quantize.source import Source
 
-UNBUILT_METHODS = ("gptq", "awq")
+METHODS = ("rtn", "gptq")
+UNBUILT_METHODS = ("awq",)
 
 
 def quantize(
@@ -59,8 +62,37 @@ def quantize(
         ),
     ] = "auto",
     method: Annotated[
-        str, typer.Option("--method", help="How weights are rounded: rtn, to the nearest.")
+        str,
+        typer.Option(
+            "--method",
+            help="How weights are rounded: rtn, to the nearest; gptq, so that the outputs for a "
+            "text change least (int4, int8, q4_0, q4_1, q8_0; needs --calibrate and takes longer).",
+        ),
     ] = "rtn",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            help="A text like those that the model will read, for gptq. Of its first million "
+            "characters, windows of 512 tokens are taken.",
+            show_default=False,
+        ),
+    ] = None,
+    calibrate_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--calibrate-tokens",
+            min=1,
+            help="Tokens of that text to run through the model. Default: 8192.",
+        ),
+    ] = None,
+    act_order: Annotated[
+        bool | None,
+        typer.Option(
+            "--act-order/--no-act-order",
+            help="gptq: round inputs that are large first. Default: --act-order.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads. Default: all of this process.")
     ] = None,
@@ -69,7 +101,8 @@ def quantize(
 ) -> None:
     """Write a model in fewer bytes a weight: decode reads them all for every token.
 
-    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB.
+    Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB
+    (gptq needs more: it runs the model over a text, layer by layer).
     Norms and biases stay as they are. **Killed half way? Run the same command again**: it goes on
     where it stopped. Weights that have few bits already lose more by a second rounding: begin with
     a float model where you can.
@@ -77,6 +110,8 @@ def quantize(
     **Examples**
 
     - `paceline quantize ./Qwen2.5-0.5B --format int4 --group 64 -o qwen-int4`
+
+    - `paceline quantize ./Qwen2.5-0.5B --format int4 --method gptq --calibrate my.txt -o q4`
 
     - `paceline quantize model-f16.gguf --format q4_k -o model-q4_k.gguf`
 
@@ -91,11 +126,15 @@ def quantize(
     from paceline.quantize.source import open_source
     from paceline.quantize.staging import refuse_existing
 
-    chosen = find_method(method)
+    check_method(method, calibrate, calibrate_tokens, act_order)
     target = parse_target(fmt, group, symmetric)
     refuse_existing(out, force)
     source = open_source(find_model(model))
-    recipe = new_recipe(source, out, method=chosen.name, target=target, embeddings=embeddings)
+    chosen = build_method(method, source, target, calibrate, calibrate_tokens, act_order)
+    recipe = new_recipe(
+        source, out, method=chosen.name, target=target, embeddings=embeddings,
+        settings=chosen.settings,
+    )  # fmt: skip
     with ProgressBar(out.name) as bar:
         result = write(
             source, out, recipe, chosen, num_threads=resolve_num_threads(threads)[0], force=force,
@@ -108,18 +147,49 @@ def quantize(
         _print(facts)
 
 
-def find_method(name: str) -> Method:
-    """Return the method called `name`; raises ParameterError for one that is not built."""
+def check_method(
+    name: str, calibrate: Path | None, calibrate_tokens: int | None, act_order: bool | None
+) -> None:
+    """Raise ParameterError for a method that is not built, and options that it does not have."""
     from paceline.errors import ParameterError
-    from paceline.quantize.rtn import RoundToNearest
 
     if name in UNBUILT_METHODS:
         raise ParameterError(
-            f"method {name} is not supported yet: choose rtn, which needs no data", param="method"
+            f"method {name} is not supported yet: choose rtn, or gptq with --calibrate FILE",
+            param="method",
         )
-    if name != RoundToNearest.name:
-        raise ParameterError(f"method is {name!r}: choose rtn", param="method")
-    return RoundToNearest()
+    if name not in METHODS:
+        raise ParameterError(f"method is {name!r}: choose {', '.join(METHODS)}", param="method")
+    if name == "gptq" and calibrate is None:
+        raise ParameterError(
+            "method gptq rounds weights for a text: name one with --calibrate FILE",
+            param="calibrate",
+        )
+    options = {"--calibrate": calibrate, "--calibrate-tokens": calibrate_tokens,
+               "--act-order": act_order}  # fmt: skip
+    for option, value in options.items():
+        if name != "gptq" and value is not None:
+            raise ParameterError(
+                f"method {name} has no {option}: leave it out, or choose --method gptq",
+                param=option.strip("-").replace("-", "_"),
+            )
+
+
+def build_method(
+    name: str, source: Source, target: Target, calibrate: Path | None = None,
+    calibrate_tokens: int | None = None, act_order: bool | None = None,
+) -> Method:  # fmt: skip
+    """Return the method, built for this model where it calibrates."""
+    if name == "rtn" or calibrate is None:
+        from paceline.quantize.rtn import RoundToNearest
+
+        return RoundToNearest()
+    from paceline.quantize.calibration import DEFAULT_TOKENS, read_calibration
+    from paceline.quantize.gptq import Gptq, check_target
+
+    check_target(target)
+    calibration = read_calibration(calibrate, source, num_tokens=calibrate_tokens or DEFAULT_TOKENS)
+    return Gptq(calibration, act_order=act_order is not False)
 
 
 def describe(recipe: Recipe, result: Result) -> dict[str, Any]:

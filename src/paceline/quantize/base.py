@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from paceline.quantize.recipe import Recipe
+    from paceline.quantize.source import Source
+    from paceline.quantize.staging import Staging
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -24,6 +30,18 @@ class Method(Protocol):
 
     name: str
     needs_whole_matrix: bool  # else a matrix may come in runs of rows
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its bits depend on beside weights and formats; config.json tells of it."""
+        ...
+
+    def prepare(
+        self, source: Source, recipe: Recipe, staging: Staging, *, num_threads: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Put into `staging` what must be made out of turn; `progress` counts its bytes."""
+        ...
 
     def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
         """Return the blocks [N, row_bytes] of `weight` [N, K], (rows of) the tensor `tensor`."""

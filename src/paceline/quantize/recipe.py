@@ -46,6 +46,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     embeddings: str  # auto, same or keep
     is_gguf: bool  # of the result: a GGUF file, else a folder
     tensors: tuple[TensorRecipe, ...]
+    settings: dict[str, Any]  # of the method: calibration, …
 
     def summary(self) -> dict[str, Any]:
         """What config.json and the report say of it."""
@@ -54,14 +55,15 @@ class Recipe(Struct, frozen=True, kw_only=True):
             formats[tensor.format] += tensor.num_bytes
         return {
             "method": self.method, **asdict(self.target), "embeddings": self.embeddings,
-            "bytes_by_format": dict(formats.most_common()),
+            **self.settings, "bytes_by_format": dict(formats.most_common()),
             "exceptions": {t.tensor.name: [t.format, t.note] for t in self.tensors if t.note},
         }  # fmt: skip
 
 
 def new_recipe(
-    source: Source, out: Path, *, method: str, target: Target, embeddings: str = "auto"
-) -> Recipe:
+    source: Source, out: Path, *, method: str, target: Target, embeddings: str = "auto",
+    settings: dict[str, Any] | None = None,
+) -> Recipe:  # fmt: skip
     """Return the recipe for writing `source` to `out`; raises ParameterError if it cannot be."""
     if embeddings not in EMBEDDING_CHOICES:
         choices = ", ".join(EMBEDDING_CHOICES)
@@ -81,8 +83,9 @@ def new_recipe(
         )
     tensors = tuple(_tensor_recipe(source, t, target, embeddings) for t in source.tensors.values())
     return Recipe(
-        method=method, target=target, embeddings=embeddings, is_gguf=is_gguf, tensors=tensors
-    )
+        method=method, target=target, embeddings=embeddings, is_gguf=is_gguf, tensors=tensors,
+        settings=settings or {},
+    )  # fmt: skip
 
 
 def _tensor_recipe(

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 from paceline.quantize.base import F32, U8, Blocks
 from paceline.weights.encode import encode
+
+if TYPE_CHECKING:
+    from paceline.quantize.recipe import Recipe
+    from paceline.quantize.source import Source
+    from paceline.quantize.staging import Staging
 
 
 class RoundToNearest:
@@ -11,6 +19,16 @@ class RoundToNearest:
 
     name = "rtn"
     needs_whole_matrix = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def prepare(
+        self, source: Source, recipe: Recipe, staging: Staging, *, num_threads: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Nothing: a tensor is rounded when its turn comes."""
 
     def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
         return encode(

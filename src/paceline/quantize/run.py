@@ -48,7 +48,8 @@ def quantize(
 
     `out` appears only when it is whole. A run that was killed is continued by the next one with
     the same arguments, and the result has the bits of one that was not. Holds a few chunks of
-    rows in floats, or the largest matrix where the method wants it whole.
+    rows in floats, or the largest matrix where the method wants it whole; and what the method
+    needs to prepare, for which `progress` counts first.
     """
     if out.exists() and out.resolve() == source.path.resolve():
         raise ParameterError(f"{out} is the source itself: choose another -o", param="out")
@@ -57,15 +58,18 @@ def quantize(
     identity = _identity(source, recipe, head)
     with Staging(out, identity=identity, force=force) as staging:
         resumed = staging.num_done
+        num_resumed = max(resumed, staging.num_kept)
         done = len(head) + sum(sizes[:resumed]) if resumed else 0
         try:
+            if resumed < len(sizes):
+                method.prepare(source, recipe, staging, num_threads=num_threads, progress=progress)
             with staging.open_data(name, size=done, total=total) as file:
                 if not resumed:
                     file.write(head)
                 safe = done
                 for i in range(resumed, len(sizes)):
                     start = file.tell()
-                    for data in _data_of(recipe.tensors[i], method, num_threads):
+                    for data in _data_of(recipe.tensors[i], method, staging, num_threads):
                         file.write(data.data)
                         if progress is not None:
                             progress(file.tell(), total)
@@ -82,7 +86,7 @@ def quantize(
             _write_rest(source, staging.folder, recipe)
         staging.finish(name if recipe.is_gguf else None)
     before = sum(t.tensor.load().num_bytes for t in recipe.tensors)
-    return Result(path=out, num_bytes=total, source_bytes=before, num_resumed=resumed)
+    return Result(path=out, num_bytes=total, source_bytes=before, num_resumed=num_resumed)
 
 
 def _layout(source: Source, out: Path, recipe: Recipe) -> tuple[str, tuple[bytes, list[int]]]:
@@ -106,11 +110,17 @@ def _identity(source: Source, recipe: Recipe, head: bytes) -> str:
     return digest.hexdigest()
 
 
-def _data_of(recipe: TensorRecipe, method: Method, num_threads: int) -> Iterator[U8]:
+def _data_of(
+    recipe: TensorRecipe, method: Method, staging: Staging, num_threads: int
+) -> Iterator[U8]:
     """Bytes of a tensor in the result, piece by piece."""
-    source = recipe.tensor.load()
-    if recipe.blocks is None:
-        flat = source.data.reshape(-1)
+    source, blocks = recipe.tensor.load(), recipe.blocks
+    ready = source.data
+    if blocks is not None:
+        kept = staging.kept(recipe.tensor.name, recipe.num_bytes)
+        blocks, ready = (None, kept) if kept is not None else (blocks, ready)
+    if blocks is None:
+        flat = ready.reshape(-1)
         for start in range(0, len(flat), _COPY_BYTES):
             yield flat[start : start + _COPY_BYTES]
             drop_pages(flat[start : start + _COPY_BYTES])
@@ -120,9 +130,9 @@ def _data_of(recipe: TensorRecipe, method: Method, num_threads: int) -> Iterator
     for start in range(0, rows, step):
         data = source.data[start : start + step]
         weight = dequantize(QTensor(source.format, (len(data), cols), data))
-        yield method.quantize(
-            recipe.tensor.name, weight, recipe.blocks, num_threads=num_threads
-        ).reshape(-1)
+        yield method.quantize(recipe.tensor.name, weight, blocks, num_threads=num_threads).reshape(
+            -1
+        )
         drop_pages(data)
 
 

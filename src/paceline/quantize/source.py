@@ -23,11 +23,15 @@ from paceline.weights.tensor import StoredTensor
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """An opened model. `linears` and `embeddings` are stored names of the matrices of each kind."""
+    """An opened model. `linears` and `embeddings` are stored names of the matrices of each kind.
+
+    `canonical` maps stored names to the plan's.
+    """
 
     path: Path
     checkpoint: Checkpoint
     tensors: dict[str, StoredTensor]
+    canonical: dict[str, str]
     linears: frozenset[str]
     embeddings: frozenset[str]
     gguf: GGUF | None  # None: a folder of Hugging Face files
@@ -61,6 +65,7 @@ def open_source(path: Path) -> Source:
     return Source(
         path=path, checkpoint=checkpoint, gguf=gguf,
         tensors={name: stored[name] for name in canonical},
+        canonical=canonical,
         linears=frozenset(n for n, known in canonical.items() if known in linears - tables),
         embeddings=frozenset(n for n, known in canonical.items() if known in tables),
     )  # fmt: skip

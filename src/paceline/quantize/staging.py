@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,10 +18,14 @@ from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.errors import OutputError, ParameterError
 
 _JOURNAL = "progress.json"
 _GGUF = b"GGUF"  # the first bytes of such a file
+_KEPT = "kept"  # the folder of tensors that were made out of turn
 
 
 class Staging:
@@ -88,6 +93,35 @@ class Staging:
         beside.write_text(text)
         os.replace(beside, self.folder / _JOURNAL)
 
+    def keep(self, name: str, data: npt.NDArray[np.uint8]) -> None:
+        """Keep the bytes of a tensor that was made out of turn, for this run and the next."""
+        with _explained(self.out):
+            if not (self.folder / _JOURNAL).exists():
+                self.note(0)
+            path = self._kept_path(name)
+            path.parent.mkdir(exist_ok=True)
+            beside = path.with_suffix(".new")
+            with beside.open("wb") as file:
+                file.write(data.data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+
+    def kept(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes that were kept of a tensor, mapped; None if there are none."""
+        path = self._kept_path(name)
+        if not path.exists() or path.stat().st_size != num_bytes:
+            return None
+        return np.memmap(path, np.uint8, mode="r")
+
+    def _kept_path(self, name: str) -> Path:
+        digest = hashlib.sha256(name.encode()).hexdigest()  # a name may be no file's name
+        return self.folder / _KEPT / f"{digest}.blocks"
+
+    @property
+    def num_kept(self) -> int:
+        return len(list((self.folder / _KEPT).glob("*.blocks")))
+
     @contextmanager
     def open_data(self, name: str, *, size: int, total: int) -> Iterator[BufferedRandom]:
         """Yield the file `name`, cut to its first `size` bytes, positioned there.
@@ -114,6 +148,7 @@ class Staging:
     def finish(self, data_name: str | None = None) -> None:
         """Put the result in its place: the folder, or its file `data_name` alone."""
         (self.folder / _JOURNAL).unlink()
+        shutil.rmtree(self.folder / _KEPT, ignore_errors=True)
         with _explained(self.out):
             if data_name is not None:
                 os.replace(self.folder / data_name, self.out)

@@ -37,11 +37,7 @@ def encode(
             f"tensor {name} has {cols} columns, no multiple of {weights}, the block of {fmt}: "
             "choose a smaller group or another format"
         )
-    if not np.abs(values).max(initial=0) <= MAX_WEIGHT:  # NaN is not <= either
-        raise ModelFormatError(
-            f"tensor {name} holds {_worst(values)}: weights must be finite and at most "
-            f"{MAX_WEIGHT:.0f} in size; download or convert the model again"
-        )
+    check_weights(values, name)
     weight = np.ones(cols, np.float32) if importance is None else importance
     source = np.ascontiguousarray(values, np.float32)
     out = np.empty((rows, cols // weights * block_bytes), np.uint8)
@@ -56,6 +52,15 @@ def encode(
         for job in [pool.submit(convert, start) for start in range(0, rows, step)]:
             job.result()
     return out
+
+
+def check_weights(values: F32, name: str) -> None:
+    """Raise ModelFormatError, naming the tensor, for NaN, infinity, weights beyond 65504."""
+    if not np.abs(values).max(initial=0) <= MAX_WEIGHT:  # NaN is not <= either
+        raise ModelFormatError(
+            f"tensor {name} holds {_worst(values)}: weights must be finite and at most "
+            f"{MAX_WEIGHT:.0f} in size; download or convert the model again"
+        )
 
 
 def _worst(values: F32) -> str:

@@ -1,0 +1,228 @@
+"""`--method gptq` on tiny models: what it reads, keeps, writes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.backends.reference import ReferenceBackend
+from paceline.cli.quantize import build_method
+from paceline.errors import ModelFormatError, ParameterError
+from paceline.measure.quality import compare_logits, limits_for, sequence_logits
+from paceline.models.base import build_plan
+from paceline.quantize import run
+from paceline.quantize.base import Blocks
+from paceline.quantize.calibration import calibrate, read_calibration
+from paceline.quantize.curvature import Curvature
+from paceline.quantize.formats import parse_target
+from paceline.quantize.recipe import new_recipe
+from paceline.quantize.run import Result, quantize
+from paceline.quantize.source import open_source
+from paceline.quantize.staging import Staging
+from paceline.weights.checkpoint import open_checkpoint
+from paceline.weights.encode import encode
+from paceline.weights.tensor import dequantize
+from tests.tiny import TinyModel, random_model, write_gguf, write_hf
+
+EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def model(family: str = "qwen2", **options: Any) -> TinyModel:
+    return random_model(
+        family, hidden=128, heads=4, kv_heads=2, head_dim=32, inner=160, vocab_size=307, **options
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "text.txt"
+    path.write_text("".join(rng.choice(list("abcdefgh the cat sat"), 3000)))
+    return path
+
+
+def write(
+    source: Path, out: Path, text: Path, fmt: str = "int4", *, method: str = "gptq",
+    progress: Callable[[int, int], None] | None = None, **options: Any,
+) -> Result:  # fmt: skip
+    opened, target = open_source(source), parse_target(fmt, None, None)
+    chosen = build_method(method, opened, target, text, 512, **options)
+    recipe = new_recipe(opened, out, method=method, target=target, settings=chosen.settings)
+    return quantize(opened, out, recipe, chosen, num_threads=2, progress=progress)
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    return {name: dequantize(t) for name, t in open_checkpoint(path).tensors.items()}
+
+
+def logits(path: Path, tokens: tuple[int, ...]) -> np.ndarray:
+    checkpoint, backend = open_checkpoint(path), ReferenceBackend()
+    kv, limits = limits_for(len(tokens), block_size=16)
+    backend.load(build_plan(checkpoint.config), checkpoint.tensors, kv=kv, limits=limits)
+    pieces = sequence_logits(backend, tokens, kv=kv, limits=limits)
+    return np.concatenate([piece.copy() for piece in pieces])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_the_model_stays_nearer_to_its_source_than_with_nearest_codes(
+    tmp_path: Path, text: Path, family: str
+) -> None:
+    source = write_hf(model(family), tmp_path / "source", fmt="bf16")
+    write(source, tmp_path / "gptq", text)
+    write(source, tmp_path / "rtn", text, method="rtn")
+    tokens = read_calibration(text, open_source(source)).windows[0][:128]
+    wanted = logits(source, tokens)
+    ours, near = (
+        compare_logits(wanted, logits(tmp_path / name, tokens)).kl_mean for name in ("gptq", "rtn")
+    )
+    assert 0 < ours < 0.8 * near
+
+
+def test_linears_are_rounded_anew_and_all_else_as_rtn_does_it(tmp_path: Path, text: Path) -> None:
+    source = write_hf(model(tie_word_embeddings=True), tmp_path / "source", fmt="bf16")
+    result = write(source, tmp_path / "gptq", text)
+    write(source, tmp_path / "rtn", text, method="rtn")
+    ours, theirs = tensors(tmp_path / "gptq"), tensors(tmp_path / "rtn")
+    assert (ours[EMBED] == theirs[EMBED]).all()
+    assert (ours[NORM] == theirs[NORM]).all()
+    assert (ours[DOWN] != theirs[DOWN]).any()
+    assert result.num_bytes == (tmp_path / "gptq" / "model.safetensors").stat().st_size
+    assert not (tmp_path / "gptq" / "kept").exists()
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+    settings = [config[key] for key in ("method", "damping", "act_order")]
+    assert settings == ["gptq", 0.01, True]
+    assert config["calibration"]["windows"] >= 1
+    assert config["exceptions"][DOWN] == ["q4_0", "160 columns are no multiple of 64"]
+
+
+def test_what_a_linear_reads_comes_from_rounded_linears_before_it(
+    tmp_path: Path, text: Path
+) -> None:
+    source = open_source(write_hf(model(), tmp_path / "source", fmt="bf16"))
+    recipe = new_recipe(
+        source, tmp_path / "out", method="gptq", target=parse_target("int4", None, None)
+    )
+    grams: dict[str, np.ndarray] = {}
+
+    def nothing(name: str, weight: np.ndarray, blocks: Blocks, seen: Curvature) -> np.ndarray:
+        assert seen.gram is not None
+        grams[name] = seen.gram
+        return encode(np.zeros_like(weight), blocks.format, name=name)
+
+    with Staging(tmp_path / "out", identity="a", force=False) as staging:
+        calibrate(source, recipe, staging, read_calibration(text, source), nothing, None)
+    layer = "model.layers.0."
+    assert grams[f"{layer}self_attn.q_proj.weight"] is grams[f"{layer}self_attn.v_proj.weight"]
+    assert (grams[f"{layer}mlp.gate_proj.weight"] != 0).any()
+    assert (grams[f"{layer}mlp.down_proj.weight"] == 0).all()  # gate and up give 0 now
+    assert grams.keys() == source.linears
+
+
+def test_a_gguf_with_rows_in_another_order_gives_the_weights_of_the_folder(
+    tmp_path: Path, text: Path
+) -> None:
+    write_hf(model("llama"), tmp_path / "folder", fmt="f32")
+    file = write_gguf(model("llama"), tmp_path / "m.gguf", fmt="f32")
+    for source, out in ((tmp_path / "folder", "a"), (file, "b")):
+        write(source, tmp_path / out, text)
+    first, second = tensors(tmp_path / "a"), tensors(tmp_path / "b")
+    for name in first.keys() & second.keys():
+        assert (np.abs(first[name] - second[name]) < 1e-6).mean() > 0.99, name
+
+
+def test_a_gguf_file_can_be_written(tmp_path: Path, text: Path) -> None:
+    source = write_gguf(model(), tmp_path / "m.gguf", fmt="f16")
+    write(source, tmp_path / "out.gguf", text, "q4_0")
+    assert open_checkpoint(tmp_path / "out.gguf").tensors[DOWN].format == "q4_0"
+    assert not (tmp_path / "out.gguf.partial").exists()
+
+
+class Stop(Exception):
+    """What ends a run in a test."""
+
+
+def stop_at(call: int) -> Callable[[int, int], None]:
+    calls = iter(range(call))
+
+    def progress(done: int, total: int) -> None:
+        if next(calls, None) is None:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("call", [0, 13, 20])
+def test_a_run_that_was_stopped_goes_on_with_what_it_kept(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """14 linears are prepared, then all tensors written: it stops in either."""
+    monkeypatch.setattr(run, "SYNC_BYTES", 0)
+    source = write_hf(model(), tmp_path / "source", fmt="bf16")
+    write(source, tmp_path / "whole", text)
+    with pytest.raises(Stop):
+        write(source, tmp_path / "out", text, progress=stop_at(call))
+    assert not (tmp_path / "out").exists()
+    assert write(source, tmp_path / "out", text).num_resumed >= min(call + 1, 14)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_another_text_begins_again(tmp_path: Path, text: Path) -> None:
+    source = write_hf(model(), tmp_path / "source", fmt="bf16")
+    with pytest.raises(Stop):
+        write(source, tmp_path / "out", text, progress=stop_at(3))
+    text.write_text(text.read_text()[::-1])
+    assert write(source, tmp_path / "out", text).num_resumed == 0
+
+
+def test_nan_is_refused_by_the_tensors_name_and_nothing_is_left(tmp_path: Path, text: Path) -> None:
+    for name, message in (
+        (DOWN, f"tensor {DOWN} holds NaN"),
+        (NORM.replace("norm", "layers.0.input_layernorm"), "q_proj.weight are not finite"),
+    ):
+        broken = model()
+        value = broken.tensors[name].copy()
+        value.flat[3] = np.nan
+        source = write_hf(broken.with_tensor(name, value), tmp_path / "source", fmt="f32")
+        with pytest.raises(ModelFormatError, match=message):
+            write(source, tmp_path / "out", text)
+        assert not list(tmp_path.glob("out*"))
+
+
+def test_windows_are_spread_over_the_text(tmp_path: Path, text: Path) -> None:
+    source = open_source(write_hf(model(), tmp_path / "source"))
+    calibration = read_calibration(text, source, num_tokens=600)
+    (window, *_), size = calibration.windows, len(calibration.windows[0])
+    ids = [b for b in text.read_bytes()]
+    assert size == min(512, source.checkpoint.config.max_context)
+    assert len(calibration.windows) == max(1, 600 // size)
+    assert len(set(read_calibration(text, source, num_tokens=9999).windows)) > 1
+    assert window[0] in ids or window[0] > 255
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read as text"), (b"\xff\xfe\x00", "cannot be read as text"),
+     (b"too short", "calibration needs")],
+)  # fmt: skip
+def test_texts_that_calibrate_nothing_are_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    source = open_source(write_hf(model(), tmp_path / "source"))
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    with pytest.raises(ParameterError, match=message):
+        read_calibration(tmp_path / "text", source)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "q5_0", "q4_k"])
+def test_formats_that_gptq_does_not_write_are_refused(tmp_path: Path, text: Path, fmt: str) -> None:
+    source = write_hf(model(), tmp_path / "source")
+    with pytest.raises(ParameterError, match=f"gptq does not write {fmt}: choose int4"):
+        write(source, tmp_path / "out", text, fmt)
