@@ -22,22 +22,24 @@ def decode(tensor: QTensor) -> np.ndarray:
     kind, has_min, group = match[1], bool(match[2]), int(match[3])
     head = 4 if has_min else 2
     size = head + (group // 2 if kind == "i4" else group)
+    value = np.array([_value(kind, byte) for byte in range(256)], np.float32)
     rows = []
     for block in np.ascontiguousarray(tensor.data).reshape(-1, size):
         d = block[:2].view(np.float16).astype(np.float32)[0]
-        values = [_code(kind, has_min, block[head:], i) for i in range(group)]
-        row = d * np.array(values, np.float32)
+        codes = block[head:]
+        if kind == "i4":
+            runs = codes.reshape(-1, 16)  # 32 codes each: low nibbles, then high ones
+            nibbles = np.concatenate([runs & 15, runs >> 4], axis=1).ravel().astype(np.float32)
+            row = d * (nibbles if has_min else nibbles - 8)
+        else:
+            row = d * value[codes]
         rows.append(row + block[2:4].view(np.float16).astype(np.float32)[0] if has_min else row)
     return np.array(rows, np.float32).reshape(tensor.shape)
 
 
-def _code(kind: str, has_min: bool, codes: np.ndarray, i: int) -> float:
-    if kind == "i4":
-        byte = int(codes[i // 32 * 16 + i % 16])
-        nibble = byte >> 4 if i % 32 >= 16 else byte & 15
-        return nibble if has_min else nibble - 8
-    byte = int(codes[i])
-    if kind == "i8":
+def _value(kind: str, byte: int) -> float:
+    """What a byte of i8 or f8 stands for."""
+    if kind != "f8":
         return byte - 256 if byte > 127 else byte
     sign, exponent, mantissa = -1.0 if byte & 128 else 1.0, byte >> 3 & 15, byte & 7
     if (exponent, mantissa) == (15, 7):

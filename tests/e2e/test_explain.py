@@ -107,7 +107,7 @@ def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
 
 def test_one_seat_is_told_by_the_queue_and_the_seats(model):
     with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
-        together(*(lambda i=i: ask(server, 20, 150, seed=i) for i in range(4)))
+        together(*(lambda i=i: ask(server, 20, 150, seed=i) for i in range(8)))
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "queue"
     assert found.advice[0].lever == "max-num-seqs"

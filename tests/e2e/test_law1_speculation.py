@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import random
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -14,16 +17,19 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.shadows import Shadows
-from paceline.types import SamplingParams
+from paceline.types import SamplingParams, Structured
 from tests.e2e.test_law1 import (
     BLOCK_BYTES,
     FORMATS,
+    STRUCTURES,
+    Answer,
     Job,
     alone,
     engine_options,
     jobs,
     make_engine,
     model_path,
+    prompts,
     run,
 )
 from tests.tiny import TinyTokenizer, random_model, write_gguf
@@ -87,11 +93,15 @@ def test_any_schedule_with_drafts_gives_the_bits_without(
     engine = drafting_engine(path, proposer, most, **options)
     results = run(engine, schedule)
     engine.stop(5)
+    compare(results, expected)
+
+
+def compare(results: list[list[Answer]], expected: list[list[Answer]]) -> None:
+    """Each choice has the bits expected of it, or the beginning of them if it was aborted."""
     for result, solo in zip(results, expected, strict=True):
         for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(result, solo, strict=True):
             if end == "abort":
-                assert ids == solo_ids[: len(ids)]
-                assert bits == solo_bits[: len(bits)]
+                assert (ids, bits) == (solo_ids[: len(ids)], solo_bits[: len(bits)])
             else:
                 assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
 
@@ -125,12 +135,117 @@ def test_any_schedule_with_a_draft_model_gives_the_bits_without(
     shadows.check_integrity()
     assert not shadows.num_live_blocks
     engine.stop(5)
-    for result, solo in zip(results, expected, strict=True):
-        for (ids, bits, end), (solo_ids, solo_bits, solo_end) in zip(result, solo, strict=True):
-            if end == "abort":
-                assert (ids, bits) == (solo_ids[: len(ids)], solo_bits[: len(bits)])
-            else:
-                assert (ids, bits, end) == (solo_ids, solo_bits, solo_end)
+    compare(results, expected)
+
+
+# Each has several choices and penalties, most have a structure.
+busy_jobs = st.builds(
+    Job,
+    prompt=prompts,
+    params=st.builds(
+        SamplingParams,
+        max_tokens=st.integers(5, 24),
+        temperature=st.sampled_from([0.0, 1.0]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        repetition_penalty=st.sampled_from([1.2, 0.9]),
+        presence_penalty=st.sampled_from([0.6, -0.6]),
+        frequency_penalty=st.sampled_from([0.4, -0.4]),
+        seed=st.integers(0, 5),
+        n=st.sampled_from([2, 3]),
+        logprobs=st.just(2),
+        min_tokens=st.sampled_from([0, 5]),
+        structured=st.sampled_from([None, *STRUCTURES]),
+    ),
+    arrives_at=st.integers(0, 12),
+    aborted_after=st.none() | st.integers(2, 20),
+)
+
+
+@pytest.mark.parametrize("name", ["off", "ngram", "draft", "draft+ngram"])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    schedule=st.lists(busy_jobs, min_size=3, max_size=5),
+    num_blocks=st.sampled_from([8, 11]),
+    most=st.sampled_from([2, 9]),
+    budget=st.sampled_from([7, 33]),
+)
+def test_all_of_it_at_once_gives_the_bits_of_none(folder, name, schedule, num_blocks, most, budget):
+    """Prefix cache, host tier, drafts, choices, penalties, structures, aborts, in a tiny pool."""
+    path = model_path(folder, "q8_0")
+    expected = [alone(path, job) for job in schedule]
+    is_paid = name.startswith("draft")
+    spec = f"{name}:model={draft_path(folder, 'near')},window=40" if is_paid else name
+    with (
+        patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
+        patch(KV_SHARE, 0.5),
+    ):
+        engine = make_engine(
+            path, speculate=spec, num_threads=2, max_num_seqs=4, max_batched_tokens=budget,
+            kv_memory_bytes=num_blocks * (1 + is_paid) * BLOCK_BYTES,
+            kv_tier=f"host:size={8 * BLOCK_BYTES}",
+        )  # fmt: skip
+    compare(run(engine, schedule), expected)
+    engine.stop(5)
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft", "draft+ngram"])
+def test_a_hundred_prompts_keep_to_a_schema_that_closes_early(folder, name, caplog):
+    """SPC-02: nothing that is drafted after the last brace comes."""
+    path = model_path(folder, "q8_0")
+    schema = {
+        "type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 20, 300]}},
+        "required": ["ok", "n"], "additionalProperties": False,
+    }  # fmt: skip
+    rng = random.Random(2)
+    schedule = [
+        Job(
+            tuple(rng.randrange(256) for _ in range(rng.randrange(3, 40))),
+            SamplingParams(
+                max_tokens=100, temperature=0, logprobs=1,
+                structured=Structured(json_schema=schema), frequency_penalty=rng.choice([0, -2]),
+            ),
+            arrives_at=i // 4,
+        )
+        for i in range(100)
+    ]  # fmt: skip
+    expected = [alone(path, job) for job in schedule]
+    is_paid = name.startswith("draft")
+    spec = f"{name}:model={draft_path(folder, 'near')}" if is_paid else name
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(8)):
+        engine = make_engine(path, speculate=spec, num_threads=2)
+    results = run(engine, schedule)
+    stats = engine.stats().speculation
+    engine.stop(5)
+    assert results == expected
+    for [(tokens, _, end)] in results:
+        assert end == "stop"
+        assert json.loads(engine._maker.tokenizer.decode(list(tokens))).keys() == {"ok", "n"}
+    assert stats.num_drafted > 100
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("widths", [(0, 40), (40, 0), (8, 40)], ids=["draft", "target", "both"])
+def test_heads_padded_to_other_sizes_draft_for_each_other(folder, widths):
+    """LOD-05 (c): no id beyond the tokenizer is proposed or chosen."""
+    num_tokens = len(TinyTokenizer().tokens)
+    target, draft = (
+        write_gguf(random_model("llama", seed=3, vocab_size=num_tokens + width),
+                   folder / f"padded by {width}.gguf", fmt="q8_0")
+        for width in widths
+    )  # fmt: skip
+    schedule = [
+        Job(tuple(range(i, i + 20)), SamplingParams(
+            max_tokens=30, temperature=1.5, seed=i, logprobs=1, ignore_eos=True))
+        for i in range(4)
+    ]  # fmt: skip
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+        engine = make_engine(target, speculate=f"draft:model={draft}", num_threads=2)
+    assert run(engine, schedule) == [alone(target, job) for job in schedule]
+    stats = engine.stats().speculation
+    engine.stop(5)
+    assert stats.num_drafted > 20
 
 
 def shadows_of(engine: Engine) -> Shadows:

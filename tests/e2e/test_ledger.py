@@ -246,18 +246,18 @@ def open_stream(server, key, **body):
 def test_a_running_call_shows_what_is_booked_so_far_and_ends_as_itself(busy):
     before = busy.stats().num_generated_tokens
     connection = open_stream(busy, "running", max_tokens=3000)
-    wait_until(lambda: busy.stats().num_generated_tokens > before + 20)
+    wait_until(lambda: busy.stats().num_generated_tokens > before + 60)
     first = so_far(busy, "running")
     [choice] = first["choices"]
     assert choice["finish_reason"] is None
-    assert choice["completion_tokens"] >= 20
+    assert choice["completion_tokens"] >= 60
     assert first["ttft_ms"] < first["wall_ms"]
     assert first["parts_ms"]["decode"] > 0
-    # All up to the last steps is booked, however long those take.
+    # All but the last steps, which are booked together, is booked, however long those take.
     assert first["parts_ms"]["unbooked"] < first["wall_ms"] - choice["steps"][10]["end_ms"]
     assert choice["num_steps"] == len(choice["steps"]) > 0
     seen = choice["steps"][-1]["step"]
-    wait_until(lambda: busy.stats().num_generated_tokens > before + 60)
+    wait_until(lambda: busy.stats().num_generated_tokens > before + 120)
     later = so_far(busy, "running", after_step=seen)
     assert later["wall_ms"] > first["wall_ms"]
     assert later["choices"][0]["steps"][0]["step"] == seen + 1

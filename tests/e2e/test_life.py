@@ -81,6 +81,8 @@ def test_trace_and_explain_ask_with_a_key(script_path, tmp_path):
     with ServeProcess(script_path, "--api-keys", str(path), "--kv-memory", "8M") as server:
         server.client.headers["authorization"] = f"Bearer {KEY}"
         server.complete("a", temperature=0)
+        # It is booked a moment after its last byte.
+        wait_until(lambda: "parts_ms" in server.client.get("/v1/trace?last_s=60").text)
         for command in (("explain",), ("trace", "-o", "-")):
             asked = (*command, f"localhost:{server.port}")
             assert paceline(*asked, "--api-key", f"@{path}").returncode == 0

@@ -77,6 +77,25 @@ def test_hot_is_cold_is_uncached_at_every_block_edge(server, uncached, length):
     assert scored(server, prompt)[0] == expected
 
 
+@pytest.mark.parametrize("length", [B - 1, B, B + 1, 2 * B, 2 * B + 1, 5 * B])
+def test_a_prompts_own_scores_are_the_same_hot_cold_and_uncached(server, uncached, length):
+    """PFX-01: all of the prompt has its log-probability but the first token, which follows none."""
+    prompt = ids(length)
+    expected, _ = scored(uncached, prompt, echo=True)
+    values = expected[1]["token_logprobs"]
+    assert len(values) == length + 8
+    assert [i for i, value in enumerate(values) if value is None] == [0]
+    assert [scored(server, prompt, echo=True)[0] for _ in range(2)] == [expected, expected]
+    others = [prompt[:B] + ids(n + 1, seed=n) for n in range(20)]
+    random.Random(length).shuffle(others)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda other: scored(server, other, echo=True)[0], others))
+    assert found == [scored(uncached, other, echo=True)[0] for other in others]
+    assert scored(server, prompt, echo=True)[0] == expected
+    plain, cached_tokens = scored(server, prompt)
+    assert (plain, cached_tokens) == (scored(uncached, prompt)[0], length - 1)
+
+
 def test_a_stream_and_a_whole_answer_tell_the_same_of_the_cache(server):
     prompt = ids(40)
     scored(server, prompt)

@@ -45,7 +45,13 @@ BODIES = [
     {"prompt": ["0", "a"], "max_tokens": 60, "temperature": 0},
     {"prompt": "0", "max_tokens": 60, "temperature": 0, "frequency_penalty": 2},
     {"prompt": "0", "max_tokens": 60, "temperature": 0, "repetition_penalty": 1.5},
-]
+    {"prompt": "0", "max_tokens": 60, "temperature": 0, "bad_words": ["5"], "min_tokens": 20},
+    {"prompt": "0", "max_tokens": 60, "temperature": 0,
+     "structured_outputs": {"regex": "[0-9]{3,5} or [1-9]+, then nothing"}},
+    {"prompt": "0", "max_tokens": 90, "temperature": 1.3, "seed": 2, "n": 2,
+     "structured_outputs": {"json": {"type": "object", "properties": {"digits": {"enum": [1, 23]}},
+                                     "required": ["digits"], "additionalProperties": False}}},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(map(str, body)))

@@ -21,7 +21,7 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 ISAS = _native.isas()
 FORMATS = sorted(BLOCK)
-SIZES = (32, 96, 160, 256, 288, 576, 896, 1408, 1536, 4544, 4864)
+SIZES = (32, 96, 160, 256, 288, 576, 896, 1408, 1536, 4544, 4864, 10944)
 
 
 @dataclass(frozen=True)

@@ -163,3 +163,10 @@ def test_the_ops_of_a_model_add_up_to_its_costs(tmp_path: Path, tied: bool):
     assert 0 < whole.num_bytes - sum(work.num_bytes for work in works) < 0.02 * whole.num_bytes
     kinds = {op.kind for op in ops}
     assert {"qkv", "attention", "attention out", "gate and up", "down", "head"} <= kinds
+
+
+def test_attention_in_a_window_is_a_kind_of_its_own(tmp_path: Path):
+    model = random_model("gemma3_text", layers=6, sliding_window=8, sliding_window_pattern=3)
+    ops = op_costs(open_checkpoint(write_gguf(model, tmp_path / "m.gguf")))
+    kinds = [op.kind for op in ops if op.unit == "attention"]
+    assert kinds == 2 * [*2 * ["attention, 8 keys"], "attention"]

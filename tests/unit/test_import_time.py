@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -39,9 +38,7 @@ def test_import_brings_in_no_heavy_module():
 
 
 def test_the_command_line_imports_neither_server_nor_numpy():
-    start = time.perf_counter()
     loaded = set(run("import sys, paceline.cli.main; print(*sys.modules)").split())
-    assert time.perf_counter() - start < 5
     assert loaded.isdisjoint({"numpy", "tokenizers", "fastapi", "uvicorn", "jinja2"})
 
 

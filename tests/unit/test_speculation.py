@@ -50,19 +50,25 @@ def test_any_schedule_with_drafts_equals_each_request_alone_without(
 
 def both(params: SamplingParams, **options: Any) -> tuple[Answer, Answer, int]:
     """Return the answers without and with perfect drafts, and the steps that those took."""
+    [plain] = run(make_engine(**options), make_request(params=params)).values()
+    return plain, *with_perfect_drafts(params, plain, **options)
+
+
+def with_perfect_drafts(
+    params: SamplingParams, plain: Answer, *, most: int = 8, **options: Any
+) -> tuple[Answer, int]:
+    """Return the answer with drafts of `plain` and more, and the steps that it took."""
     request = make_request(params=params)
-    script = options.pop("script", None)
-    [plain] = run(make_engine(script, **options), request).values()
     text = (*request.prompt_token_ids, *plain.token_ids, 7, 7, 7, 7, 7, 7, 7, 7)
-    engine = make_engine(script, proposer=Oracle(lambda seq: text), pace=Eager(8), **options)
+    engine = make_engine(proposer=Oracle(lambda seq: text), pace=Eager(most), **options)
     [drafted] = run(engine, request).values()
-    return plain, drafted, engine.stats().num_steps
+    return drafted, engine.stats().num_steps
 
 
 @pytest.mark.parametrize("end_at", range(1, 13))
 @pytest.mark.parametrize("kind", ["end token", "stop string"])
 def test_an_end_inside_a_draft_ends_the_text_there(end_at: int, kind: str) -> None:
-    """SPC-01: every place of the end, beside every cap; drafts of eight are right throughout."""
+    """SPC-01: every place of the end, cap and draft length; the drafts are right throughout."""
     tokens = [9 + i for i in range(20)]
     if kind == "end token":
         tokens[end_at - 1] = 0
@@ -72,8 +78,10 @@ def test_an_end_inside_a_draft_ends_the_text_there(end_at: int, kind: str) -> No
         params = SamplingParams(
             temperature=0, max_tokens=cap, logprobs=1, stop=stop if kind == "stop string" else ()
         )
-        plain, drafted, _ = both(params, script=script)
-        assert drafted.outcome() == plain.outcome()
+        [plain] = run(make_engine(script), make_request(params=params)).values()
+        for most in range(1, 9):
+            drafted = with_perfect_drafts(params, plain, script=script, most=most)[0]
+            assert drafted.outcome() == plain.outcome()
         assert plain.end.finish_reason == ("stop" if end_at <= cap else "length")
         assert plain.end.usage is not None
         assert plain.end.usage.completion_tokens == min(end_at, cap)

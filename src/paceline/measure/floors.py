@@ -120,7 +120,8 @@ def _op_cost(op: Op, checkpoint: Checkpoint, kv_dtype: str) -> OpCost:
             window=op.attrs["window"],
             is_int8=kv_dtype == "int8",
         )
-        return OpCost(kind="attention", rows=rows, unit="attention", attention=layer)
+        kind = f"attention, {layer.window:,} keys" if layer.window else "attention"
+        return OpCost(kind=kind, rows=rows, unit="attention", attention=layer)
     if op.name != "linear":
         return OpCost(kind=op.name, rows=rows, unit="float")
     tensors = [checkpoint.tensors[name] for name in op.weights]

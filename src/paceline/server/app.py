@@ -29,6 +29,7 @@ from paceline.server.reports import Observer, Reports
 from paceline.server.responses.routes import ResponseRoutes
 from paceline.server.status import Status
 from paceline.server.timekeeping import Timekeeping
+from paceline.server.turnstile import Turnstile
 
 _PREFIXES = "/v1/cache/prefixes"
 _GENERATING = frozenset(
@@ -127,6 +128,7 @@ def create_models_app(
     app.add_middleware(Timekeeping, paths=_GENERATING | {EMBEDDINGS_PATH}, on_open=reports.open,
                        on_close=reports.add)  # fmt: skip
     add_cors(app, cors_origins)
+    app.add_middleware(Turnstile)
     add_error_handlers(app)
     describe(app, has_keys=keys is not None)
     return app

@@ -18,6 +18,7 @@ from paceline.server.errors import ApiError
 from paceline.server.openai import model_object
 from paceline.server.openapi import describe
 from paceline.server.tokens import check_model
+from paceline.server.turnstile import Turnstile
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
@@ -46,6 +47,7 @@ def create_embedding_app(
         app.add_api_route(path, status.writes_nothing, methods=["POST"], include_in_schema=False)
     app.add_middleware(Door, life=life, keys=keys, counted=frozenset({EMBEDDINGS_PATH}))
     add_cors(app, cors_origins)
+    app.add_middleware(Turnstile)
     add_error_handlers(app)
     describe(app, has_keys=keys is not None)
     return app
@@ -92,7 +94,8 @@ class _Status:
         )  # fmt: skip
 
     def _object(self) -> dict[str, object]:
-        return model_object(self._model.name, self._created, self._model.max_len)
+        told = model_object(self._model.name, self._created, self._model.max_len)
+        return {**told, "loaded": True}
 
 
 def _json(body: object) -> Response:

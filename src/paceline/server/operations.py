@@ -55,10 +55,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/version"): Operation(summary="The server's version", answer=shapes.Version),
     ("post", "/tokenize"): Operation(
-        summary="Text to token ids", body=TokenizeRequest, answer=shapes.Tokens, statuses=_BODY
+        summary="Text to token ids", body=TokenizeRequest, answer=shapes.Tokens,
+        statuses=(*_BODY, 429, 503),
     ),
     ("post", "/detokenize"): Operation(
-        summary="Token ids to text", body=DetokenizeRequest, answer=shapes.Text, statuses=_BODY
+        summary="Token ids to text", body=DetokenizeRequest, answer=shapes.Text,
+        statuses=(*_BODY, 429, 503),
     ),
     ("get", "/v1/models"): Operation(summary="The models served", answer=shapes.ModelList),
     ("get", "/v1/models/{name}"): Operation(
@@ -78,7 +80,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/messages/count_tokens"): Operation(
         summary="How many tokens a prompt has", body=CountRequest, answer=shapes.TokenCount,
-        statuses=_BODY,
+        statuses=(*_BODY, 429, 503),
     ),
     ("post", "/v1/responses"): Operation(
         summary="A response, by OpenAI's Responses API", body=ResponseRequest,

@@ -111,4 +111,6 @@ def _choices(kind: Any, steps: Sequence[str]) -> str:
     for step in steps:
         nodes = [part for node in nodes for part in below(node, step)]
     found = [v for node in nodes if isinstance(node, ins.LiteralType) for v in node.values]
-    return f"one of {', '.join(map(str, found))}" if len(found) > 1 else repr(found[0])
+    if len(found) == 1:
+        return repr(found[0])
+    return f"one of {', '.join(map(str, found))}" if found else "another value"

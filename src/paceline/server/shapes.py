@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 
 class ErrorDetail(Struct):
@@ -136,6 +136,8 @@ class Model(Struct):
     created: int
     owned_by: str
     max_model_len: int
+    loaded: bool
+    root: str | UnsetType = UNSET  # of an alias
 
 
 class ModelList(Struct):
