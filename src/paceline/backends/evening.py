@@ -28,7 +28,8 @@ SCALED_DTYPES = ("int8", "fp8")  # KV formats of codes with a scale
 VERSION = "even1"  # of the rule: blocks that are stored by another one are not to be read
 NUM_POSITIONS = 4096  # over so many the turned bias is averaged
 MAX_EXPONENT = 24  # a bias beyond 2^24 is a broken one
-FLOOR = 4.0  # what is left of a bias is made smaller than this
+# What is left of a bias is brought below this: as far as the rest of Qwen2's keys gets.
+FLOOR = 4.0
 
 
 class Evening(Struct, frozen=True):
