@@ -98,8 +98,9 @@ class BoundProgram {
 
   void add_op(const std::string& name, const Place& out, const std::vector<Place>& inputs,
               const std::vector<WeightPart>& weights, const std::vector<std::optional<Array>>& norms,
-              const std::optional<Array>& rope_table, bool logit_rows, int heads, int kv_heads, int head_dim, int layer,
-              int window, int act, float eps, float scale, float softcap, int index, bool is_causal) {
+              const std::optional<Array>& rope_table, const std::optional<Array>& evening, bool logit_rows, int heads,
+              int kv_heads, int head_dim, int layer, int window, int act, float eps, float scale, float softcap,
+              int index, bool is_causal) {
     Op op;
     op.code = parse_op(name);
     op.logit_rows = logit_rows;
@@ -138,6 +139,14 @@ class BoundProgram {
       op.rope_dims = int(rope_table->shape(2)) * 2;
       if (op.rope_dims > head_dim)
         fail("rope_table turns " + std::to_string(op.rope_dims) + " columns of a head of " + std::to_string(head_dim));
+    }
+    if (evening) {  // of query_factor, key_shift and key_factor
+      op.query_factor = keep(check_array<float>(*evening, "evening", 3), evening);
+      check_length(*evening, "evening", 0, 3);
+      check_length(*evening, "evening", 1, size_t(kv_heads));
+      check_length(*evening, "evening", 2, size_t(head_dim));
+      op.key_shift = op.query_factor + kv_heads * head_dim;
+      op.key_factor = op.key_shift + kv_heads * head_dim;
     }
     program_.add_op(op);
   }
@@ -286,10 +295,10 @@ void bind_program(nb::module_& m) {
            nb::arg("bounds"), nb::arg("slot_bytes"))
       .def("add_op", &BoundProgram::add_op, nb::arg("name"), nb::arg("out"), nb::arg("inputs"), nb::kw_only(),
            nb::arg("weights") = std::vector<WeightPart>(), nb::arg("norms") = std::vector<std::optional<Array>>(),
-           nb::arg("rope_table") = nb::none(), nb::arg("logit_rows") = false, nb::arg("heads") = 1,
-           nb::arg("kv_heads") = 1, nb::arg("head_dim") = 0, nb::arg("layer") = 0, nb::arg("window") = 0,
-           nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f, nb::arg("softcap") = 0.0f,
-           nb::arg("index") = 0, nb::arg("is_causal") = true)
+           nb::arg("rope_table") = nb::none(), nb::arg("evening") = nb::none(), nb::arg("logit_rows") = false,
+           nb::arg("heads") = 1, nb::arg("kv_heads") = 1, nb::arg("head_dim") = 0, nb::arg("layer") = 0,
+           nb::arg("window") = 0, nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f,
+           nb::arg("softcap") = 0.0f, nb::arg("index") = 0, nb::arg("is_causal") = true)
       .def("set_output", &BoundProgram::set_output)
       .def(
           "forward",

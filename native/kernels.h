@@ -129,6 +129,10 @@ struct Op {
   // rms_norm: [0]; layer_norm: weight and bias; rope_store: q-norm and k-norm or null
   const float* norm_weight[2] = {nullptr, nullptr};
   const float* rope_table = nullptr;  // [max position][2][rope_dims / 2]: cos, then sin
+  // rope_store: q * query_factor and (k - key_shift) * key_factor, [kv_heads][head_dim] each, are what it makes of the
+  // turned q and k; all three or none. Factors are powers of two whose products are 1, and what all keys of a head have
+  // in common changes no softmax.
+  const float *query_factor = nullptr, *key_shift = nullptr, *key_factor = nullptr;
   int rope_dims = 0, heads = 1, kv_heads = 0, head_dim = 0, layer = 0, window = 0, act = 0;
   EmbedIndex index = EmbedIndex::token;
   bool is_causal = true;  // attend: a row sees no later row of its sequence; else it sees them all
@@ -142,7 +146,8 @@ struct Op {
 //   rms_norm   in[0] f32; out f32 or q8; `heads` column groups; in[1] optional residual added after the norm
 //   layer_norm in[0] f32; out f32 or q8
 //   quantize   in[0] f32 -> out q8
-//   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed and rotated; k, likewise, and v go to the KV cache
+//   rope_store in[0] q, in[1] k, in[2] v (f32); out = q normed, rotated and times its factors; k, likewise, and v go to
+//              the KV cache
 //   attend     in[0] q (f32) -> out f32 or q8
 //   gated_act  act(in[0]) * in[1], or act(in[0]) alone -> out f32 or q8; act 0 silu, 1 gelu_tanh, 2 gelu
 //   add, scale, softcap, select  f32 -> f32

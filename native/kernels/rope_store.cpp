@@ -43,6 +43,15 @@ struct Rope {
   }
 };
 
+// x = (x - shift) * factor; no shift where that is null.
+PL_INLINE void even_out(float* x, const float* shift, const float* factor, int n) {
+  for (int i = 0; i < n; i += 16) {
+    f32x16 v = load_n(x + i, n - i);
+    if (shift) v = sub(v, load_n(shift + i, n - i));
+    store_n(x + i, mul(v, load_n(factor + i, n - i)), n - i);
+  }
+}
+
 // A head's values over their scale become codes. The scale is max|x| / top as f16: NaN where x is not finite, and an
 // infinity past f16's range.
 struct HeadScale {
@@ -133,16 +142,18 @@ PL_INLINE void store_kv(const Op& op, const KVLayout& kv, int slot, int head, co
 }
 
 PL_INLINE void rope_store_row(const Op& op, const Step& step, int row) {
-  int dim = op.head_dim;
+  int dim = op.head_dim, group = op.heads / op.kv_heads;
   size_t record = size_t(step.positions[row]) * size_t(op.rope_dims);
   Rope rope{op, op.rope_table ? op.rope_table + record : nullptr};
   alignas(64) float k[kMaxHeadDim] = {}, v[kMaxHeadDim] = {}, q[kMaxHeadDim];
   for (int h = 0; h < op.heads; h++) {
     rope.head(f32_row(op.in[0], row) + h * dim, op.norm_weight[0], q);
+    if (op.query_factor) even_out(q, nullptr, op.query_factor + h / group * dim, dim);
     std::memcpy(f32_row(op.out, row) + h * dim, q, size_t(dim) * 4);
   }
   for (int h = 0; h < op.kv_heads; h++) {
     rope.head(f32_row(op.in[1], row) + h * dim, op.norm_weight[1], k);
+    if (op.key_factor) even_out(k, op.key_shift + h * dim, op.key_factor + h * dim, dim);
     std::memcpy(v, f32_row(op.in[2], row) + h * dim, size_t(dim) * 4);
     store_kv(op, step.kv, step.slots[row], h, k, v);
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,10 +20,10 @@ from tests.e2e.test_law1 import (
     engine_options,
     jobs,
     make_engine,
-    model_path,
     run,
 )
 from tests.e2e.test_law1_speculation import SHAPES, drafting_engine
+from tests.tiny import random_model, write_gguf
 from tests.unit.proposers import Oracle
 
 DTYPES = ["int8", "fp8"]
@@ -30,7 +31,12 @@ DTYPES = ["int8", "fp8"]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    return model_path(tmp_path_factory.mktemp("law1_codes"), "q8_0")
+    """A model whose keys have huge biases, so that they are evened out before they are stored."""
+    model = random_model("qwen2", seed=11)
+    for layer in range(2):
+        bias = 50 * np.random.default_rng(layer).standard_normal(32).astype(np.float32)
+        model = model.with_tensor(f"model.layers.{layer}.self_attn.k_proj.bias", bias)
+    return write_gguf(model, tmp_path_factory.mktemp("law1_codes") / "q8_0.gguf", fmt="q8_0")
 
 
 def assert_same(results: list[list[Answer]], expected: list[list[Answer]]) -> None:

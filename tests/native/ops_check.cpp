@@ -170,6 +170,16 @@ void check_attention(int dim, KVFormat dtype, int ctx, bool is_tree, int window,
   op.eps = 1e-6f;
   op.rope_table = rope.data();
   op.rope_dims = dim;
+  std::vector<float> shift = random_floats(size_t(kv_heads * dim)), up, down;
+  for (int i = 0; i < kv_heads * dim; i++) {
+    up.push_back(float(1 << i % 9));
+    down.push_back(1.0f / up.back());
+  }
+  if (kv_is_scaled(dtype)) {
+    op.query_factor = up.data();
+    op.key_shift = shift.data();
+    op.key_factor = down.data();
+  }
   op.layer = 1;
   compare("rope_store", scalar::rope_store, PL_CHECK_ISA::rope_store, op, step, rows, cache.size(), 0);
   Memory stored = run_into(scalar::rope_store, op, step, rows, cache.size(), 0);

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.backends.base import Backend, KVSpec, StepInput, StepLimits
-from paceline.plan.plan import Plan, RopeTable
+from paceline.plan.plan import KeyBias, Plan, RopeTable
 from paceline.weights.tensor import QTensor
 
 
@@ -65,6 +65,7 @@ def decoder(shape: Shape) -> Plan:
             scale=shape.head_dim**-0.5,
             window=shape.windows[i % len(shape.windows)],
             softcap=shape.softcap,
+            key_bias=KeyBias(f"{i}.k.bias", rope) if shape.bias and not shape.qk_norm else None,
         )
         h = plan.linear(h, f"{i}.o", shape.hidden)
         x = plan.add(x, plan.rms_norm(h, f"{i}.post1", eps) if shape.post_norm else h)

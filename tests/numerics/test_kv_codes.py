@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from paceline import _native
+from paceline.backends.evening import FLOOR, NUM_POSITIONS, even_out
 from paceline.backends.native import NativeBackend
-from paceline.backends.reference import ReferenceBackend, round_to
-from paceline.plan.plan import Plan
+from paceline.backends.reference import ReferenceBackend, rotate, round_to
+from paceline.plan.plan import KeyBias, Plan, RopeTable
 from tests.numerics.program_cases import (
     Runner,
     Shape,
@@ -19,15 +20,32 @@ from tests.numerics.program_cases import (
 )
 
 BLOCK = 32
+DIM = 64
+ROPE = RopeTable(tuple(1e6 ** (-2 * i / DIM) for i in range(DIM // 2)))
 
 
-def load(backend, tables, *, heads: int, kv_heads: int, kv_dtype: str = "int8") -> Runner:
-    """Attention alone: token i has rows i of the tables q, k and v, [N, heads * dim]."""
+def load(
+    backend,
+    tables,
+    *,
+    heads: int,
+    kv_heads: int,
+    kv_dtype: str = "int8",
+    key_bias: KeyBias | None = None,
+    softcap: float = 0.0,
+) -> Runner:
+    """Attention alone: token i has rows i of the tables q, k and v, [N, heads * dim].
+
+    `key_bias` names a table [kv_heads * dim], and its rope turns q and k.
+    """
     plan = Plan()
     q, k, v = (plan.embed(name, tables[name].shape[1]) for name in "qkv")
+    if key_bias is not None and key_bias.rope is not None:
+        q, k = plan.rope(q, heads, key_bias.rope), plan.rope(k, kv_heads, key_bias.rope)
     x = plan.attention(
-        q, k, v, layer=0, heads=heads, kv_heads=kv_heads, scale=(q.cols // heads) ** -0.5
-    )
+        q, k, v, layer=0, heads=heads, kv_heads=kv_heads, scale=(q.cols // heads) ** -0.5,
+        softcap=softcap, key_bias=key_bias,
+    )  # fmt: skip
     plan.output("logits", plan.select(x))
     weights = {name: f32_tensor(table) for name, table in tables.items()}
     return Runner.load(
@@ -166,3 +184,125 @@ def test_every_isa_gives_the_same_bits(isa, head_dim, block_size, kv_dtype):
         runner.step([(0, tokens[:140])])
         results.append(runner.step([(0, tokens[140:])])[0])
     np.testing.assert_array_equal(results[0].view(np.uint32), results[1].view(np.uint32))
+
+
+def biased_tables(*, kv_heads: int) -> dict[str, np.ndarray]:
+    """Keys with biases like those of Qwen2: huge where rope turns slowly, large where it does not.
+
+    Queries have little there, as they must if a model is to tell keys apart.
+    """
+    tables = random_tables(heads=2 * kv_heads, kv_heads=kv_heads, dim=DIM)
+    bias = np.random.default_rng(5).standard_normal((kv_heads, DIM)).astype(np.float32)
+    bias[:, 26:30] += 150
+    bias[:, DIM - 3] -= 90
+    bias[:, 10] += 20
+    tables["k"] += bias.reshape(-1)
+    tables["q"].reshape(64, -1, DIM)[..., [10, 26, 27, 28, 29, DIM - 3]] *= 0.1
+    return tables | {"bias": bias.reshape(-1)}
+
+
+def run_with(backend, tables, *, kv_dtype: str = "int8", **options) -> np.ndarray:
+    runner = load(backend, tables, heads=4, kv_heads=2, kv_dtype=kv_dtype, **options)
+    return np.concatenate([runner.step([(0, list(range(n)))])[0] for n in (50, 14)])
+
+
+@pytest.mark.parametrize(("kv_dtype", "least_gain"), [("int8", 5), ("fp8", 1.1)])
+def test_biased_keys_lose_less_where_their_bias_is_known(kv_dtype, least_gain):
+    tables = biased_tables(kv_heads=2)
+    bias = KeyBias("bias", ROPE)
+    exact = run_with(NativeBackend(2), tables, kv_dtype="f32", key_bias=bias)
+    even = run_with(NativeBackend(2), tables, kv_dtype=kv_dtype, key_bias=bias)
+    tables["bias"] = np.zeros_like(tables["bias"])
+    uneven = run_with(NativeBackend(2), tables, kv_dtype=kv_dtype, key_bias=bias)
+    error, without = (np.abs(got - exact).mean() for got in (even, uneven))
+    assert error < without / least_gain
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_attention_over_evened_keys_equals_the_reference(kv_dtype):
+    tables = biased_tables(kv_heads=2)
+    got, want = (
+        run_with(backend, tables, kv_dtype=kv_dtype, key_bias=KeyBias("bias", ROPE))
+        for backend in (NativeBackend(2), ReferenceBackend())
+    )
+    np.testing.assert_allclose(got, want, atol=2e-3)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("isa", _native.isas())
+def test_the_bytes_of_evened_keys_are_what_the_reference_defines(isa, kv_dtype):
+    tables = random_tables(heads=2, kv_heads=2, dim=40)
+    bias = (100 * np.random.default_rng(3).standard_normal(80)).astype(np.float32)
+    tables["k"] += bias
+    runner = load(
+        NativeBackend(2, isa=isa), tables | {"bias": bias}, heads=2, kv_heads=2,
+        kv_dtype=kv_dtype, key_bias=KeyBias("bias"),
+    )  # fmt: skip
+    runner.step([(0, list(range(50)))])
+    with np.errstate(invalid="ignore"):  # of scales where no token is
+        keys, values = stored(runner, 50, kv_heads=2, dim=40, kv_dtype=kv_dtype)
+    rest = tables["k"][:50] - bias
+    np.testing.assert_array_equal(keys, round_to(kv_dtype, rest.reshape(50, 2, 40)))
+    np.testing.assert_array_equal(values, round_to(kv_dtype, tables["v"][:50].reshape(50, 2, 40)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_a_bias_of_zero_leaves_every_bit_as_without_one(kv_dtype):
+    tables = random_tables(heads=4, kv_heads=2, dim=DIM)
+    zero = tables | {"bias": np.zeros(2 * DIM, np.float32)}
+    still = RopeTable((0.0,) * (DIM // 2))  # turns nothing, so that both plans mean the same
+    got = run_with(NativeBackend(1), zero, kv_dtype=kv_dtype, key_bias=KeyBias("bias", still))
+    want = run_with(NativeBackend(1), tables, kv_dtype=kv_dtype)
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16"])
+def test_wide_formats_keep_keys_as_they_are(kv_dtype):
+    tables = biased_tables(kv_heads=2)
+    got = run_with(NativeBackend(1), tables, kv_dtype=kv_dtype, key_bias=KeyBias("bias", ROPE))
+    tables["bias"] = np.zeros_like(tables["bias"])
+    want = run_with(NativeBackend(1), tables, kv_dtype=kv_dtype, key_bias=KeyBias("bias", ROPE))
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+def test_a_softcap_bends_scores_so_it_keeps_the_bias():
+    tables = biased_tables(kv_heads=2)
+    options = {"key_bias": KeyBias("bias", ROPE), "softcap": 5.0}
+    got = run_with(NativeBackend(1), tables, **options)
+    tables["bias"] = np.zeros_like(tables["bias"])
+    want = run_with(NativeBackend(1), tables, **options)
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", _native.isas())
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_every_isa_evens_keys_to_the_same_bits(isa, kv_dtype):
+    tables = biased_tables(kv_heads=2)
+    got, want = (
+        run_with(
+            NativeBackend(2, isa=name), tables, kv_dtype=kv_dtype, key_bias=KeyBias("bias", ROPE)
+        )
+        for name in (isa, "scalar")
+    )
+    np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+def test_the_shift_is_the_mean_of_the_turned_bias_and_the_rest_is_under_the_floor():
+    bias = 40 * np.random.default_rng(0).standard_normal((2, DIM)).astype(np.float32)
+    even = even_out(bias, ROPE)
+    positions = np.arange(NUM_POSITIONS, dtype=np.int32)
+    turned = rotate(np.tile(bias.reshape(1, -1), (NUM_POSITIONS, 1)), 2, ROPE, positions)
+    turned = turned.reshape(NUM_POSITIONS, 2, DIM).astype(np.float64)
+    np.testing.assert_allclose(even.shift, turned.mean(axis=0), atol=1e-3)
+    rest = np.ldexp(np.abs(turned - even.shift), -even.e)
+    assert FLOOR / 8 < rest.max() <= FLOOR * 1.001
+    np.testing.assert_array_equal(even.e[:, : DIM // 2], even.e[:, DIM // 2 :])
+    assert even.e[:, 0].max() > 0  # turned fast: no shift takes it off
+    assert not even.e[:, DIM // 2 - 1].any()
+
+
+def test_a_bias_that_is_no_number_gives_exponents_of_zero():
+    bias = np.array([[np.nan, np.inf, 1.0, 1.0]], np.float32)
+    with np.errstate(invalid="ignore"):
+        even = even_out(bias, RopeTable((1.0, 0.5)))
+    assert not even.e.any()

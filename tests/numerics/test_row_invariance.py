@@ -9,6 +9,7 @@ from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, 
 SHAPES = {
     "llama": Shape(),
     "window and softcap": Shape(windows=(20, 0), softcap=2.0, heads=4, kv_heads=1, head_dim=40),
+    "bias": Shape(windows=(0, 20), heads=6, bias=True),
     "qk-norm": Shape(qk_norm=True, head_dim=64, bias=True, heads=8),
 }
 LENGTHS = (150, 67, 5, 1)

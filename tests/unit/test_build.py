@@ -2,7 +2,11 @@
 
 import pytest
 
-from paceline.engine.build import display_name, packed_cache_path, source_files
+from paceline.backends import evening
+from paceline.config import EngineConfig
+from paceline.engine.build import _kv_identity, display_name, packed_cache_path, source_files
+from paceline.weights.checkpoint import open_checkpoint
+from tests.tiny import random_model, write_gguf
 
 
 def test_a_file_is_served_under_its_stem_and_a_folder_under_its_name(tmp_path, monkeypatch):
@@ -36,3 +40,18 @@ def test_every_weight_file_of_a_model_is_a_source(tmp_path, names, asked, found)
     for name in names:
         (tmp_path / name).touch()
     assert [path.name for path in source_files(tmp_path / asked)] == found
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "differs"),
+    [("qwen2", "int8", True), ("qwen2", "fp8", True), ("qwen2", "f16", False),
+     ("llama", "int8", False)],
+)  # fmt: skip
+def test_stored_blocks_of_biased_keys_are_of_one_rule(
+    tmp_path, monkeypatch, family, kv_dtype, differs
+):
+    checkpoint = open_checkpoint(write_gguf(random_model(family), tmp_path / "model.gguf"))
+    config = EngineConfig(kv_dtype=kv_dtype)
+    before = _kv_identity(checkpoint, config, "avx2")
+    monkeypatch.setattr(evening, "VERSION", "another")
+    assert (_kv_identity(checkpoint, config, "avx2") != before) == differs

@@ -12,11 +12,11 @@ import pytest
 from paceline.backends.reference import ReferenceBackend
 from paceline.errors import ParameterError
 from paceline.measure.quality import (
-    windows,
     compare_logits,
     limits_for,
     perplexity,
     sequence_logits,
+    windows,
 )
 from paceline.models.base import build_plan
 from paceline.weights.checkpoint import open_checkpoint

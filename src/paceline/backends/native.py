@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from paceline import _native
 from paceline.backends.base import F32, KVSpec, StepInput, StepLimits, StepOutput
+from paceline.backends.evening import evening
 from paceline.backends.reference import rope_table
 from paceline.cpu import resolve_num_threads
 from paceline.errors import BackendError
@@ -203,6 +204,10 @@ class _Builder:
             attrs["norms"] = [None if name is None else self._vector(name) for name in a["norms"]]
             if a["rope"] is not None:
                 attrs["rope_table"] = self._rope_table(a["rope"])
+            even = evening(op, self._weights, self._kv.dtype)
+            if even is not None:
+                factors = np.ldexp(np.float32(1), [even.e, -even.e])
+                attrs["evening"] = np.stack([factors[0], even.shift, factors[1]])
         elif op.name == "gated_act":
             attrs["act"] = ACTS[a["act"]]
         elif op.name == "scale":

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from paceline.backends.base import F32, I32, KVSpec, StepInput, StepLimits, StepOutput
+from paceline.backends.evening import Evening, evening
 from paceline.errors import BackendError
 from paceline.plan.arena import last_uses, root_id
 from paceline.plan.plan import Op, Plan, RopeTable, Value, sole_output
@@ -167,7 +168,13 @@ class _Run:
     def store(self, k: F32, v: F32, op: Op) -> None:
         kv, dtype = self.backend.layers[op.attrs["layer"]], self.backend.kv.dtype
         shape = (len(k), op.attrs["kv_heads"], op.attrs["head_dim"])
-        kv.k[self.step.slots] = round_to(dtype, k.reshape(shape))
+        even = self.backend.evening[op.attrs["layer"]]
+        k = k.reshape(shape)
+        if even is None:
+            kv.k[self.step.slots] = round_to(dtype, k)
+        else:
+            rounded = round_to(dtype, np.ldexp(k - even.shift, -even.e))
+            kv.k[self.step.slots] = np.ldexp(rounded, even.e) + even.shift
         kv.v[self.step.slots] = round_to(dtype, v.reshape(shape))
 
     def attend(self, q: F32, op: Op) -> F32:
@@ -296,12 +303,15 @@ class ReferenceBackend:
         self._dense: dict[str, F32] = {}
         self._last = last_uses(plan)
         self.layers: dict[int, LayerKV] = {}
+        self.evening: dict[int, Evening | None] = {}  # of each layer's keys
         for op in plan.ops:
             if op.name in ("attention", "rope_store"):
                 shape = (kv.num_blocks * kv.block_size, op.attrs["kv_heads"], op.attrs["head_dim"])
-                self.layers[op.attrs["layer"]] = LayerKV(
+                layer = op.attrs["layer"]
+                self.layers[layer] = LayerKV(
                     np.zeros(shape, np.float32), np.zeros(shape, np.float32)
                 )
+                self.evening[layer] = evening(op, weights, kv.dtype)
 
     def weight(self, name: str) -> F32:
         """The weight in float32, dequantised at first use and kept."""

@@ -204,7 +204,7 @@ def load_model(
         eos_ids=checkpoint.generation.eos_ids,
         recorder=recorder,
         proposer=proposer,
-        identity=_kv_identity(checkpoint.path, config, isa),
+        identity=_kv_identity(checkpoint, config, isa),
         turns=turns,
     )
     loaded = LoadedModel(
@@ -262,16 +262,20 @@ def _new_recorder(checkpoint: Checkpoint, config: EngineConfig) -> StepRecorder:
     return StepRecorder(step_work(checkpoint.config, checkpoint.tensors, config.kv_dtype))
 
 
-def _kv_identity(path: Path, config: EngineConfig, isa: str) -> str:
+def _kv_identity(checkpoint: Checkpoint, config: EngineConfig, isa: str) -> str:
     """Return what the bits of a KV block depend on, besides its tokens."""
     from paceline import _native
+    from paceline.backends.evening import SCALED_DTYPES, VERSION
     from paceline.weights.repack import source_fingerprint
 
+    path = checkpoint.path
     files = [*source_files(path), Path(_native.__file__)]
     if path.is_dir():
         files.append(path / "config.json")
     source = source_fingerprint(files)
     formats = f"{config.kv_dtype} {config.block_size} {config.activations}"
+    if checkpoint.config.attention_bias and config.kv_dtype in SCALED_DTYPES:
+        formats += f" {VERSION}"
     return f"{source} {formats} {config.backend} {isa}"
 
 

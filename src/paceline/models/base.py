@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from paceline.errors import ModelFormatError, UnsupportedModelError
 from paceline.loading import load
-from paceline.plan.plan import Plan, RopeTable, Value
+from paceline.plan.plan import KeyBias, Plan, RopeTable, Value
 from paceline.weights.fields import Fields
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -305,10 +305,12 @@ def attention(plan: Plan, config: ModelConfig, x: Value, layer: int) -> Value:
         q = plan.rms_norm(q, f"{name}q_norm.weight", config.norm_eps, heads)
         k = plan.rms_norm(k, f"{name}k_norm.weight", config.norm_eps, kv_heads)
     rope = config.rope[layer]
+    has_key_bias = config.attention_bias and not config.qk_norm  # a norm would change it
     q, k = plan.rope(q, heads, rope), plan.rope(k, kv_heads, rope)
     mixed = plan.attention(
         q, k, v, layer=layer, heads=heads, kv_heads=kv_heads, scale=config.attention_scale,
         window=config.window[layer], softcap=config.attention_softcap,
+        key_bias=KeyBias(f"{name}k_proj.bias", rope) if has_key_bias else None,
     )  # fmt: skip
     return plan.linear(mixed, f"{name}o_proj.weight", config.hidden_size)
 

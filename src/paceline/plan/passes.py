@@ -122,7 +122,10 @@ def split_attention(plan: Plan) -> Plan:
             )
         shape = {n: a[n] for n in ("layer", "heads", "kv_heads", "head_dim")}
         stored = plan.new_value(q.cols, q.rows)
-        store_attrs = {**shape, "rope": rope, "norms": norms, "eps": max(eps, default=0.0)}
+        store_attrs = {
+            **shape, "rope": rope, "norms": norms, "eps": max(eps, default=0.0),
+            "key_bias": a["key_bias"],
+        }  # fmt: skip
         weights = tuple(name for name in norms if name is not None)
         ops.append(Op("rope_store", stored, (q, k, op.inputs[2]), weights, store_attrs))
         attend_attrs = {n: a[n] for n in ("scale", "window", "softcap", "is_causal")}

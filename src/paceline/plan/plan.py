@@ -102,18 +102,22 @@ class Plan:
         window: int = 0,
         softcap: float = 0.0,
         is_causal: bool = True,
+        key_bias: KeyBias | None = None,
     ) -> Value:
         """Store k and v at the step's slots, then causal (or tree) attention over each one's KV.
 
         Without `is_causal` a row sees the later rows of its sequence in this step, too; then a
         sequence is whole in one step.
         `window` > 0 limits a token to the last `window` positions, itself included. `softcap` > 0
-        maps a score s to softcap * tanh(s / softcap).
+        maps a score s to softcap * tanh(s / softcap). `key_bias` is in k already, and
+        a cache of 8 bits leaves out of it what is the same at most positions.
         """
         return self._emit(
             "attention", q.cols, q, k, v, layer=layer, heads=heads, kv_heads=kv_heads,
             head_dim=q.cols // heads, scale=scale, window=window, softcap=softcap,
             is_causal=is_causal,
+            # A softcap bends scores, so what all keys have in common may not be left out.
+            key_bias=None if softcap > 0 else key_bias,
         )  # fmt: skip
 
     def gated_act(self, gate: Value, up: Value, act: Activation) -> Value:
@@ -161,3 +165,10 @@ class RopeTable(Struct, frozen=True):
 
     inv_freq: tuple[float, ...]
     mscale: float = 1.0
+
+
+class KeyBias(Struct, frozen=True):
+    """A part of every key of a layer: the bias `name`, turned by `rope` (None: by nothing)."""
+
+    name: str
+    rope: RopeTable | None = None
