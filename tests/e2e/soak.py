@@ -30,6 +30,8 @@ MAX_GAP_RATIO = 3.0
 # Logs of finished calls, of steps and of responses fill up to their bounds; an allocator keeps
 # pages. A leak of 1 KiB a call is more than this after half an hour.
 MAX_GROWTH_BYTES = 48 * 2**20
+NUM_LOGGED_STEPS = 8192  # after so many a server forgets the first for each new one
+MAX_FILL_S = 120
 # Pools of threads start one more where calls come together, up to a few each, and keep it.
 MAX_MORE_THREADS = 8
 
@@ -158,6 +160,13 @@ def engine_of(server: ServeProcess) -> dict[str, Any]:
     return httpx.get(f"http://127.0.0.1:{server.port}/health", timeout=TIMEOUT_S).json()["engine"]
 
 
+def steps_of(server: ServeProcess) -> float:
+    """Return the number of steps that a server has run."""
+    text = httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=TIMEOUT_S).text
+    [line] = [x for x in text.splitlines() if x.startswith("paceline:step_seconds_count")]
+    return float(line.split()[-1])
+
+
 def pool_bytes(server: ServeProcess) -> int:
     """Return the size of the KV pool."""
     trace = httpx.get(f"http://127.0.0.1:{server.port}/v1/trace?last_s=1", timeout=TIMEOUT_S)
@@ -196,11 +205,13 @@ def soak(
 ) -> Report:
     """Storm a server for `seconds`. `song` is what the canary asks for.
 
-    A shorter storm goes before, so that the baseline has what a server takes once and keeps.
+    A storm goes before, so that the baseline has what a server takes once and keeps: its logs are
+    full then.
     """
     storm = {"num_clients": num_clients, "is_script": is_script}
     with Storm(server, seed=-1 - seed, burst_s=seconds / 50, **storm):
         time.sleep(seconds / 5)
+        wait_until(lambda: steps_of(server) > NUM_LOGGED_STEPS, timeout_s=MAX_FILL_S)
     baseline = settled(server)
     with Canary(server.port, song) as quiet:
         time.sleep(seconds / 10)
