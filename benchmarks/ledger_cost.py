@@ -151,6 +151,7 @@ def recorder_us(num_streams: int, work: StepWork | None = None, *, num_steps: in
     ]  # fmt: skip
     schedule = SimpleNamespace(
         start_ns=0,
+        turn_ns=0,
         is_short_of_kv=False,
         num_tokens=num_streams,
         chunks=[],
