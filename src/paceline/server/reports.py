@@ -81,6 +81,8 @@ class Reports:
         since_ns = time.monotonic_ns() - int(_seconds(last_s) * 1e9)
         books = self._find(model)
         about, recorder = books.about, books.recorder
+        if books.is_encoder:
+            raise ApiError(404, f"{books.name} embeds texts and writes none: it has no trace")
         if about is None:
             raise ApiError(404, f"{books.name} has not been loaded yet: it has no trace")
         if recorder is None:
@@ -105,7 +107,7 @@ class Reports:
         for name, metrics in self._metrics.items():
             books = self._books[name]
             metrics.recorder, metrics.read_bandwidth = books.recorder, bandwidth
-            metrics.is_loaded, metrics.num_loads = books.engine is not None, books.num_loads
+            metrics.is_loaded, metrics.num_loads = books.is_loaded, books.num_loads
         body = exposition(list(self._metrics.values()))
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
@@ -131,8 +133,8 @@ class Reports:
         stats, config = books.stats(), books.config
         body = {
             "model": books.name,
-            "models": list(self._books),
-            "loaded": books.engine is not None,
+            "models": [name for name, one in self._books.items() if not one.is_encoder],
+            "loaded": books.is_loaded,
             "version": __version__,
             "ledger": config.ledger,
             "max_num_seqs": config.max_num_seqs,
