@@ -34,7 +34,7 @@ _BEFORE_FIRST = frozenset({
 def from_server(
     base: str, last_s: float, headers: Mapping[str, str] | None = None, *, model: str = ""
 ) -> Facts:
-    """Return what a model of the server at `base` did in its last `last_s` seconds; "": its first."""
+    """Return what the server's `model`, "" its first, did in its last `last_s` seconds."""
     trace = fetch_trace(base, last_s, headers or {}, model=model)
     return from_trace(read_trace(trace, base), base)
 
