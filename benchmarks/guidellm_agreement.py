@@ -55,7 +55,7 @@ def with_guidellm(args: argparse.Namespace, url: str, users: int, seed: int) -> 
             "--constraint": f"kind=max_requests,count={args.requests * users}",
             "--tokenizer": f"kind=hf_auto,model={args.tokenizer}",
             "--data": f"kind=synthetic_text,prompt_tokens={INPUT},output_tokens={OUTPUT}",
-            "--seed": f"kind=static,seed={seed}",
+            "--seed": f"kind=static,value={seed}",
             "--output": f"kind=json,path={report}",
         }
         words = [word for pair in settings.items() for word in pair]

@@ -12,9 +12,9 @@ from ledger_server import Server
 WORD = "word "
 TWIN = "twin"  # the same model under another name, where a server has two
 
-# Two thousand turns of a loop for each letter of a message.
+# Three thousand turns of a loop for each letter; a template may take a second in all.
 SLOW_TEMPLATE = (
-    "{% for m in messages %}{% for c in m.content %}{% for i in range(2000) %}"
+    "{% for m in messages %}{% for c in m.content %}{% for i in range(3000) %}"
     "{% if c == i %}x{% endif %}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
 )
 
@@ -79,7 +79,7 @@ def outgrown_memory(server: Server) -> None:
 
 def pushed_aside(server: Server) -> None:
     """The only seat goes to one that matters more, again and again."""
-    example = server.start("example", prompt=WORD * 700, max_tokens=3, priority=1)
+    example = server.start("example", prompt=WORD * 1500, max_tokens=3, priority=1)
     number = 0
     while example.is_alive() and number < 6:
         example.join(1.0)
@@ -89,10 +89,14 @@ def pushed_aside(server: Server) -> None:
 
 
 def same_prompt_ahead(server: Server) -> None:
-    first = server.start("first", prompt=WORD * 1500, max_tokens=1)
-    time.sleep(0.2)
+    """Both wait for the first one's step, and then one for the other, which fits into a step."""
+    first = server.start("first", prompt="first " + WORD * 300, max_tokens=1)
+    time.sleep(0.05)
+    ahead = server.start("ahead", prompt=WORD * 1500, max_tokens=1)
+    time.sleep(0.05)
     server.complete("example", prompt=WORD * 1500, max_tokens=1)
     first.join()
+    ahead.join()
 
 
 def from_disk(server: Server) -> None:
@@ -131,7 +135,7 @@ def first_structure(server: Server) -> None:
 
 
 def slow_template(server: Server) -> None:
-    messages = [{"role": "user", "content": WORD * 20}]
+    messages = [{"role": "user", "content": WORD * 4}]
     server.chat("example", messages=messages, max_tokens=1)
 
 

@@ -54,7 +54,7 @@ EXAMPLES = {
         helps="the client's bug"),
     "template": Example(
         cause=causes.slow_template, options="--chat-template {folder}/slow.jinja",
-        done="a chat template that loops 2,000 times for each letter of 20 words",
+        done="a chat template that loops 3,000 times for each of 20 letters",
         helps="a simpler template"),
     "tokenise": Example(
         cause=causes.too_long, done="12,000 words into a context of 8,192: refused",
@@ -70,8 +70,8 @@ EXAMPLES = {
         done="`--kv-memory 12M`, and another holds it",
         helps="more memory, `--kv-dtype int8`, a shorter `--max-model-len`"),
     "queue_prefix": Example(
-        cause=causes.same_prompt_ahead, is_cached=True, options="--max-batched-tokens 128",
-        done="1,500 words of which another call computes the same, `--max-batched-tokens 128`",
+        cause=causes.same_prompt_ahead, is_cached=True, options="--max-batched-tokens 2048",
+        done="another call computes the same 1,500 words, `--max-batched-tokens 2048`",
         helps="it is help: computed once instead of twice; `paceline cache warm`"),
     "turn": Example(
         cause=causes.other_model_computes, has_twin=True,
