@@ -98,9 +98,8 @@ def test_an_upload_that_dawdles_is_receiving_and_nothing_else(server):
         connection.sendall(content[10:])
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
     call = timeline(server, "slow-up")
-    assert (
-        call["parts_ms"]["receive"] > 450
-    )  # from the head's first byte on: 800, less what a loaded server is late
+    # 800 from the head's first byte on, less what a loaded server reads it late.
+    assert call["parts_ms"]["receive"] > 450
     assert_closes(call)
 
 
