@@ -7,8 +7,8 @@
 from the server. Both send the same load, `--requests` a user, from as many users, of as many tokens
 in and out, with another seed each round. The clients take turns, and the order swaps every round.
 Printed are means over the rounds with Student's 95 % intervals, and the ratio of a round's two runs
-with its interval: they agree where it holds 1 and is narrow. With --json rounds that FILE has are not run again.
-DIR is a folder with the model's tokenizer.json, for guidellm's prompts.
+with its interval: they agree where it holds 1 and is narrow. With --json rounds that FILE has are
+not run again. DIR is a folder with the model's tokenizer.json, for guidellm's prompts.
 """
 
 from __future__ import annotations
