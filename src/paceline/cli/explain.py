@@ -158,7 +158,9 @@ def find(
 
     path = Path(source)
     if not path.is_file() and looks_like_file(source):
-        what = "is a folder" if path.is_dir() else "does not exist"
+        what = "does not exist"
+        if path.exists():
+            what = "is a folder" if path.is_dir() else "is no regular file and cannot be read twice"
         raise ParameterError(
             f"the file {source} {what}: name a file, or an address such as http://127.0.0.1:8000"
         )

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from paceline import __version__
@@ -59,8 +60,9 @@ class Reports:
     def _find(self, model: str) -> Books:
         return self._models.find(model or self._models.first.name).books
 
-    async def timeline(self, key: str, after_step: str = "-1") -> Response:
+    async def timeline(self, http: HttpRequest, key: str, after_step: str = "-1") -> Response:
         """The ledger of a call, by the answer's id or the X-Request-Id; it may still run."""
+        _refuse_unknown(http, ("after_step",))
         after = _integer(after_step, param="after_step")
         ended = (books.calls.find(key) for books in self._books.values())
         call = self._running.find(key) or next(filter(None, ended), None)
@@ -76,8 +78,9 @@ class Reports:
         body = timeline(call, None if recorder is None else recorder.log, after_step=after)
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    async def trace(self, last_s: str = "60", model: str = "") -> Response:
+    async def trace(self, http: HttpRequest, last_s: str = "60", model: str = "") -> Response:
         """A model's steps and finished calls of the last `last_s` seconds, for Perfetto."""
+        _refuse_unknown(http, ("last_s", "model"))
         since_ns = time.monotonic_ns() - int(_seconds(last_s) * 1e9)
         books = self._find(model)
         about, recorder = books.about, books.recorder
@@ -176,6 +179,15 @@ class Reports:
         books.meters.observe(call)
         for observer in self._observers:
             observer.write(call)
+
+
+def _refuse_unknown(http: HttpRequest, known: tuple[str, ...]) -> None:
+    for name in http.query_params:
+        if name not in known:
+            raise ApiError(
+                400, f"{http.url.path} has no parameter {name!r}: it has {', '.join(known)}",
+                param=name,
+            )  # fmt: skip
 
 
 def _integer(text: str, *, param: str) -> int:
