@@ -27,6 +27,7 @@ from ledger_cost_estimate import BLOCK, estimate
 
 from paceline import EngineConfig, SamplingParams, __version__
 from paceline.engine.build import LoadedModel, load_model
+from paceline.engine.engine import Engine
 from paceline.engine.recorder import NoRecorder
 from paceline.llm import new_request
 from paceline.measure.recorder import StepRecorder
@@ -56,11 +57,16 @@ def measure(loaded: LoadedModel, num_streams: int, seconds: float) -> list[list[
         is_first_on = len(rounds) % 2 == 0
         blocks: dict[bool, list[list[int]]] = {True: [], False: []}
         for is_on in (is_first_on, not is_first_on, not is_first_on, is_first_on):
-            engine._recorder = recorders[is_on]
+            _record_with(engine, recorders[is_on])
             blocks[is_on].append(_block(loaded))
         rounds.append([blocks[True][0], *blocks[False], blocks[True][1]])
     _end(loaded, ids)
     return rounds
+
+
+def _record_with(engine: Engine, recorder: Any) -> None:
+    for part in (engine, engine._chooser, engine._requests):
+        part._recorder = recorder  # type: ignore[attr-defined]
 
 
 def _block(loaded: LoadedModel) -> list[int]:
@@ -84,7 +90,7 @@ def _end(loaded: LoadedModel, ids: list[str]) -> None:
 def _start(loaded: LoadedModel, num_streams: int) -> list[str]:
     """Submit sequences that decode for ever, step until all do, and return their ids."""
     engine = loaded.engine
-    engine._recorder = loaded.recorder
+    _record_with(engine, loaded.recorder)
     rng = random.Random(num_streams)  # the same prompts at each start
     params = SamplingParams(temperature=0, ignore_eos=True)
     ids = []
@@ -129,7 +135,7 @@ def in_place_us(loaded: LoadedModel, num_streams: int, *, num_blocks: int = 60) 
     ids = _start(loaded, num_streams)
     for _ in range(num_blocks):
         for recorder in recorders:
-            engine._recorder = recorder
+            _record_with(engine, recorder)
             for _ in range(BLOCK):
                 engine.step()
         recorders[0].settle()
