@@ -17,6 +17,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.shadows import Shadows
+from paceline.plan.plan import sole_output
 from paceline.types import SamplingParams, Structured
 from tests.e2e.test_law1 import (
     BLOCK_BYTES,
@@ -272,7 +273,7 @@ def test_a_draft_model_from_paceline_quantize_gives_the_bits_without(folder):
 
 
 @pytest.mark.parametrize("vocab", [1, 70, "all"])
-def test_no_id_beyond_the_drafts_vocab_is_proposed(folder, vocab):
+def test_no_id_beyond_the_drafts_vocab_is_computed_or_proposed(folder, vocab):
     path = model_path(folder, "q8_0")
     schedule = [
         Job(tuple(range(i, i + 20)), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
@@ -281,11 +282,14 @@ def test_no_id_beyond_the_drafts_vocab_is_proposed(folder, vocab):
     spec = f"draft:model={draft_path(folder, 'near')},vocab={vocab}"
     with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
         engine = make_engine(path, speculate=spec, num_threads=2)
+    num_ids = len(TinyTokenizer().tokens) if vocab == "all" else vocab
+    assert sole_output(shadows_of(engine)._backend.plan).cols == num_ids
     guessed = record_guesses(engine)
     assert run(engine, schedule) == [alone(path, job) for job in schedule]
     engine.stop(5)
     assert len(guessed) > 20
-    assert (max(guessed) < vocab) if vocab != "all" else (max(guessed) > 70)
+    assert max(guessed) < num_ids
+    assert vocab != "all" or max(guessed) > 70
 
 
 def record_guesses(engine: Engine) -> list[int]:
