@@ -17,6 +17,7 @@ from paceline.config import EngineConfig
 from paceline.engine.engine import Engine
 from paceline.engine.sequence import Sequence
 from paceline.engine.speculation.shadows import Shadows
+from paceline.plan.plan import sole_output
 from paceline.types import SamplingParams, Structured
 from tests.e2e.test_law1 import (
     BLOCK_BYTES,
@@ -32,6 +33,7 @@ from tests.e2e.test_law1 import (
     prompts,
     run,
 )
+from tests.e2e.test_quantize import run as quantize
 from tests.tiny import TinyTokenizer, random_model, write_gguf
 from tests.unit.proposers import Eager, Oracle, Shape, wild_chain, wild_tree
 
@@ -116,15 +118,16 @@ def compare(results: list[list[Answer]], expected: list[list[Answer]]) -> None:
     name=st.sampled_from(["draft", "draft+ngram"]),
     most=st.sampled_from([1, 3, 9]),
     window=st.sampled_from([10, 40, 256]),
+    vocab=st.sampled_from(["30", "200", "all"]),
 )
 def test_any_schedule_with_a_draft_model_gives_the_bits_without(
-    folder, kind, options, schedule, name, most, window
+    folder, kind, options, schedule, name, most, window, vocab
 ):
     """Half of the memory is the draft model's: pools are as tiny as without, and so is its own."""
     path = model_path(folder, "q8_0")
     expected = [alone(path, job) for job in schedule]
     options = {**options, "kv_memory_bytes": 2 * options["kv_memory_bytes"]}
-    spec = f"{name}:model={draft_path(folder, kind)},max={most},window={window}"
+    spec = f"{name}:model={draft_path(folder, kind)},max={most},window={window},vocab={vocab}"
     with (
         patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
         patch(KV_SHARE, 0.5),
@@ -170,13 +173,16 @@ busy_jobs = st.builds(
     num_blocks=st.sampled_from([8, 11]),
     most=st.sampled_from([2, 9]),
     budget=st.sampled_from([7, 33]),
+    vocab=st.sampled_from([130, "all"]),
 )
-def test_all_of_it_at_once_gives_the_bits_of_none(folder, name, schedule, num_blocks, most, budget):
+def test_all_of_it_at_once_gives_the_bits_of_none(
+    folder, name, schedule, num_blocks, most, budget, vocab
+):
     """Prefix cache, host tier, drafts, choices, penalties, structures, aborts, in a tiny pool."""
     path = model_path(folder, "q8_0")
     expected = [alone(path, job) for job in schedule]
     is_paid = name.startswith("draft")
-    spec = f"{name}:model={draft_path(folder, 'near')},window=40" if is_paid else name
+    spec = f"{name}:model={draft_path(folder, 'near')},window=40,vocab={vocab}" if is_paid else name
     with (
         patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
         patch(KV_SHARE, 0.5),
@@ -246,6 +252,59 @@ def test_heads_padded_to_other_sizes_draft_for_each_other(folder, widths):
     stats = engine.stats().speculation
     engine.stop(5)
     assert stats.num_drafted > 20
+
+
+def test_a_draft_model_from_paceline_quantize_gives_the_bits_without(folder):
+    """A folder in other bits than the model that it drafts for, and with a short head."""
+    path = model_path(folder, "q8_0")
+    done = quantize(path, "--format", "int4", "--embeddings", "keep", "-o", folder / "int4")
+    assert done.returncode == 0, done.stderr
+    schedule = [
+        Job(tuple(range(i, i + 20)), SamplingParams(
+            max_tokens=30, temperature=i % 2, seed=i, logprobs=1, ignore_eos=True))
+        for i in range(4)
+    ]  # fmt: skip
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+        engine = make_engine(path, speculate=f"draft:model={folder / 'int4'},vocab=200")
+    assert run(engine, schedule) == [alone(path, job) for job in schedule]
+    stats = engine.stats().speculation
+    engine.stop(5)
+    assert stats.num_accepted > 10
+
+
+@pytest.mark.parametrize("vocab", [1, 70, "all"])
+def test_no_id_beyond_the_drafts_vocab_is_computed_or_proposed(folder, vocab):
+    path = model_path(folder, "q8_0")
+    schedule = [
+        Job(tuple(range(i, i + 20)), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))
+        for i in range(4)
+    ]
+    spec = f"draft:model={draft_path(folder, 'near')},vocab={vocab}"
+    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+        engine = make_engine(path, speculate=spec, num_threads=2)
+    num_ids = len(TinyTokenizer().tokens) if vocab == "all" else vocab
+    assert sole_output(shadows_of(engine)._backend.plan).cols == num_ids
+    guessed = record_guesses(engine)
+    assert run(engine, schedule) == [alone(path, job) for job in schedule]
+    engine.stop(5)
+    assert len(guessed) > 20
+    assert max(guessed) < num_ids
+    assert vocab != "all" or max(guessed) > 70
+
+
+def record_guesses(engine: Engine) -> list[int]:
+    """Return a list that fills with the tokens of every draft."""
+    guessed: list[int] = []
+    model = engine._speculator._proposer
+    propose = model.propose
+
+    def recording(wanted):
+        drafts = propose(wanted)
+        guessed.extend(token for draft in drafts for token in draft.tokens)
+        return drafts
+
+    model.propose = recording
+    return guessed
 
 
 def shadows_of(engine: Engine) -> Shadows:

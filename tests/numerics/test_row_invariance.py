@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.native import NativeBackend
+from paceline.plan.passes import shorten_head
 from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
 
 SHAPES = {
@@ -71,6 +72,16 @@ def test_random_ragged_schedules_give_the_bits_of_the_run_alone(model, threads, 
         for i, want in enumerate(alone):
             same_bits(np.concatenate(parts[i]), want)
             runner.restart(i)
+
+
+@pytest.mark.parametrize("num_ids", [1, 16, 23, 96])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_shortened_head_gives_the_bits_of_the_whole_one(model, threads, num_ids):
+    plan, weights, prompts, alone, kv_dtype = model
+    short = shorten_head(plan, num_ids)
+    runner = Runner.load(NativeBackend(threads), short, weights, kv_dtype=kv_dtype)
+    for i, tokens in enumerate(prompts):
+        same_bits(runner.step([(i, tokens)])[i], np.ascontiguousarray(alone[i][:, :num_ids]))
 
 
 def random_tree(rng, n):

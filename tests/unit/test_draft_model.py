@@ -11,9 +11,10 @@ import pytest
 from paceline.backends.base import F32, StepLimits
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.engine import Engine
+from paceline.engine.sampler import Sampler
 from paceline.engine.speculation.draft_model import DraftModel, _window_start
 from paceline.engine.speculation.either import Either
-from paceline.engine.speculation.load import parse_speculate
+from paceline.engine.speculation.load import NUM_VOCAB, parse_speculate
 from paceline.engine.speculation.ngram import NgramProposer
 from paceline.engine.speculation.shadows import Shadows
 from paceline.engine.speculation.translation import ByText, SameTokens, Translation
@@ -24,8 +25,8 @@ from paceline.types import SamplingParams
 from tests.tiny import TinyTokenizer
 from tests.tokenizers import bpe_data
 from tests.unit.proposers import Eager
-from tests.unit.scripted_backend import Script, ScriptedBackend, hashed_script
-from tests.unit.scripted_engine import BLOCK_SIZE, VOCAB, make_engine, make_request, run
+from tests.unit.scripted_backend import Script, ScriptedBackend, fixed_script, hashed_script
+from tests.unit.scripted_engine import BLOCK_SIZE, LETTERS, VOCAB, make_engine, make_request, run
 
 TARGET = hashed_script(VOCAB)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -38,9 +39,11 @@ class Drafting:
         self,
         script: Script = TARGET,
         *,
+        target: Script = TARGET,
         num_blocks: int = 64,
         window: int = 256,
         most: int = 4,
+        num_ids: int = VOCAB,
         translation: Translation | None = None,
         min_confidence: float = 0.0,
         **options: Any,
@@ -56,12 +59,12 @@ class Drafting:
         self.shadows.cost.observe(1, 1.0)
         self.shadows.cost.observe(101, 11.0)  # a tenth of a second a token more
         self.model = DraftModel(
-            self.shadows, translation or SameTokens(), vocab_size=VOCAB, eos_ids=frozenset(),
-            max_tokens=8, window=window, max_len=num_blocks * BLOCK_SIZE,
+            self.shadows, translation or SameTokens(), Sampler(num_ids, (), LETTERS),
+            eos_ids=frozenset(), max_tokens=8, window=window, max_len=num_blocks * BLOCK_SIZE,
             min_confidence=min_confidence,
         )  # fmt: skip
         self.engine: Engine = make_engine(
-            TARGET, proposer=self.model, pace=Eager(most), num_blocks=128, **options
+            target, proposer=self.model, pace=Eager(most), num_blocks=128, **options
         )
 
     @property
@@ -152,6 +155,45 @@ def test_a_chain_ends_where_the_model_is_unsure() -> None:
         for drafting in (free, bound)
     ]
     assert longest == [8, 3]
+
+
+def test_a_draft_model_that_knows_some_tokens_only_keeps_the_targets_distribution() -> None:
+    """SPC-04 with a short head: token 3 is drawn as often as ever, and never guessed."""
+    shares = np.array([0.6, 0.3, 0.1])
+    target = np.full(VOCAB, -100.0, np.float32)
+    target[1:4] = np.log(shares)
+
+    knows_three = fixed_script(np.log([0.1, 0.3, 0.6]))  # ids 0, 1 and 2
+    drafting = Drafting(knows_three, num_ids=3, target=fixed_script(target), max_num_seqs=32)
+    plain = make_engine(fixed_script(target), max_num_seqs=32, num_blocks=128)
+    requests = [
+        make_request(str(seed), params=SamplingParams(temperature=1, seed=seed, max_tokens=4))
+        for seed in range(600)
+    ]
+    answers = run(drafting.engine, *requests)
+    assert answers.keys() == (expected := run(plain, *requests)).keys()
+    assert all(answers[key].token_ids == expected[key].token_ids for key in answers)
+    texts = [answer.token_ids for answer in answers.values()]
+    for position in range(4):
+        counts = np.bincount([text[position] for text in texts], minlength=4)[1:]
+        chi_square = ((counts - 600 * shares) ** 2 / (600 * shares)).sum()
+        assert chi_square < 13.8  # p = 0.001 with two degrees of freedom
+    num_accepted, num_drafted = drafting.accepted
+    assert 0 < num_accepted < num_drafted
+
+
+def test_a_draft_model_whose_logits_are_broken_guesses_nothing_there() -> None:
+    def script(context: list[int]) -> F32:
+        logits = TARGET(context)
+        return logits * np.float32(np.nan) if len(context) % 3 == 0 else logits
+
+    drafting = Drafting(script)
+    request = make_request("a", tuple(range(1, 30)), GREEDY)
+    answers = run(drafting.engine, request)
+    assert answers["a", 0].token_ids == run(make_engine(TARGET), request)["a", 0].token_ids
+    num_accepted, num_drafted = drafting.accepted
+    assert num_accepted == num_drafted > 10
+    drafting.shadows.check_integrity()
 
 
 def test_one_step_guesses_for_all_sequences() -> None:
@@ -315,7 +357,10 @@ def test_the_same_tokens_are_seen_to_be_the_same() -> None:
     [
         ("draft", "name a small model, as in draft:model="),
         ("draft+ngram:max=3", "name a small model"),
-        ("draft:model=a,k=3", "no option 'k': known is model, max, window"),
+        ("draft:model=a,k=3", "no option 'k': known is model, max, window, vocab"),
+        ("draft:model=a,vocab=some", "vocab=some: it must be all or an integer from 1"),
+        ("draft:model=a,vocab=0", "vocab=0: it must be all or an integer from 1"),
+        ("ngram:vocab=all", "no option 'vocab'"),
         ("draft:model=a,window=0", "window=0: it must be an integer from 1"),
         ("ngram:model=a", "no option 'model'"),
     ],
@@ -324,3 +369,9 @@ def test_nonsense_is_refused_by_name(spec: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message) as error:
         parse_speculate(spec)
     assert error.value.param == "speculate"
+
+
+def test_how_many_tokens_a_draft_model_knows_is_said_in_the_spec() -> None:
+    assert parse_speculate("draft:model=a").num_vocab == NUM_VOCAB
+    assert parse_speculate("draft+ngram:model=a,vocab=512").num_vocab == 512
+    assert parse_speculate("draft:model=a,vocab=all").num_vocab is None

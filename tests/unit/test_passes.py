@@ -188,19 +188,35 @@ def test_lowered_plan_computes_the_same(qk_norm):
     plan = decoder(qk_norm=qk_norm)
     weights = random_weights(plan)
     lowered = passes.lower(plan, {name: "f32" for name in weights})
+    expected = logits_of(plan, weights)
+    np.testing.assert_allclose(logits_of(lowered, weights), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_a_shortened_head_makes_the_logits_of_the_first_ids(softcap):
+    plan = decoder()
+    if softcap:
+        plan.output("logits", plan.softcap(plan.outputs["logits"], softcap))
+    weights = random_weights(plan)
+    expected = logits_of(plan, weights)
+    short = passes.shorten_head(plan, 7)
+    for program in (short, passes.lower(short, {name: "f32" for name in weights})):
+        assert program.outputs["logits"].cols == 7
+        logits = logits_of(program, weights)
+        np.testing.assert_allclose(logits, expected[:, :7], rtol=1e-5, atol=1e-5)
+    assert plan.outputs["logits"].cols == 11
+
+
+def logits_of(plan, weights):
+    """Two rows of logits of a step of five tokens."""
     step = StepInput(
         np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32),
         np.array([[0, 5, 0]], np.int32), np.zeros((1, 1), np.int32), np.array([2, 4], np.int32),
     )  # fmt: skip
-    logits = []
-    for program in (plan, lowered):
-        backend = ReferenceBackend()
-        limits = StepLimits(max_tokens=8, max_logit_rows=8, max_seqs=1, max_blocks_per_seq=1)
-        backend.load(
-            program, weights, kv=KVSpec(num_blocks=1, block_size=16, dtype="f32"), limits=limits
-        )
-        logits.append(backend.forward(step).logits)
-    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    backend = ReferenceBackend()
+    limits = StepLimits(max_tokens=8, max_logit_rows=8, max_seqs=1, max_blocks_per_seq=1)
+    backend.load(plan, weights, kv=KVSpec(num_blocks=1, block_size=16, dtype="f32"), limits=limits)
+    return backend.forward(step).logits
 
 
 def test_slots_are_reused_but_never_shared_by_live_values():

@@ -195,9 +195,9 @@ class _Builder:
         if op.name == "embed":
             attrs["index"] = INDICES[a["index"]]
         if op.name in ("embed", "linear"):
-            biases = a.get("biases", (None,))
-            pairs = zip(op.weights, biases, strict=True)
-            attrs["weights"] = [self._segment(name, bias) for name, bias in pairs]
+            biases, splits = a.get("biases", (None,)), a.get("splits", (None,))
+            segments = zip(op.weights, biases, splits, strict=True)
+            attrs["weights"] = [self._segment(*segment) for segment in segments]
         elif op.name in ("rms_norm", "layer_norm"):
             attrs["norms"] = [self._vector(name) for name in op.weights]
         elif op.name == "rope_store":
@@ -216,11 +216,12 @@ class _Builder:
             attrs["softcap"] = a["cap"]
         return attrs
 
-    def _segment(self, name: str, bias: str | None) -> tuple[Any, ...]:
+    def _segment(self, name: str, bias: str | None, num_rows: int | None) -> tuple[Any, ...]:
+        """The first `num_rows` rows of a weight, None: all; what follows is never read."""
         p = self._packed[name]
         panel_bytes = _native.packed_panel_bytes(p.format, p.k)
         vector = None if bias is None else self._vector(bias)
-        return p.data, panel_bytes, p.rows, p.k, p.format, vector
+        return p.data, panel_bytes, p.rows if num_rows is None else num_rows, p.k, p.format, vector
 
     def _vector(self, name: str) -> F32:
         if name not in self._vectors:

@@ -214,9 +214,10 @@ def _embed(run: _Run, op: Op) -> F32:
 
 def _linear(run: _Run, op: Op, x: F32, residual: F32 | None = None) -> F32:
     parts = []
-    for name, bias in zip(op.weights, op.attrs["biases"], strict=True):
-        y = x @ run.weight(name).T
-        parts.append(y if bias is None else y + run.weight(bias))
+    segments = zip(op.weights, op.attrs["biases"], op.attrs["splits"], strict=True)
+    for name, bias, num_rows in segments:  # of a head that is cut short the first rows
+        y = x @ run.weight(name)[:num_rows].T
+        parts.append(y if bias is None else y + run.weight(bias)[:num_rows])
     y = np.concatenate(parts, axis=1)
     return y if residual is None else y + residual
 

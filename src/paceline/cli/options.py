@@ -170,8 +170,9 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
             _engine("--speculate", "Guess tokens ahead and check them in one step, as long as it "
                     "pays; the text stays the same. off; ngram[:max=15]: copy what followed the "
                     "last time that the text ended like this; draft:model=NAME[,max=15,"
-                    "window=256]: a smaller model guesses, which reads at most so many tokens of "
-                    "a new text; draft+ngram:model=NAME: whichever promises more."),
+                    "window=256,vocab=32768]: a smaller model guesses, which reads at most so "
+                    "many tokens of a new text and knows the first ids alone (vocab=all: every "
+                    "one); draft+ngram:model=NAME: whichever promises more."),
         ],
         _DEFAULTS.speculate,
     ),

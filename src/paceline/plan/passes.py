@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from paceline.errors import UnsupportedModelError
 from paceline.plan.arena import root_id
-from paceline.plan.plan import Op, Plan, Value
+from paceline.plan.plan import Op, Plan, Value, sole_output
 from paceline.weights.tensor import FLOAT_FORMATS
 
 MAX_MERGED = 3  # weights of one linear op
@@ -38,6 +38,22 @@ def lower(plan: Plan, formats: Mapping[str, str], *, activations: str = "q8") ->
 def is_quantized(op: Op, formats: Mapping[str, str]) -> bool:
     """Whether a linear's weights are quantised, so that it reads q8 activations."""
     return formats[op.weights[0]] not in FLOAT_FORMATS
+
+
+def shorten_head(plan: Plan, num_ids: int) -> Plan:
+    """The logits of ids below `num_ids` alone: the head reads so many rows of its weight.
+
+    A row of a weight knows nothing of the others, so these logits are those of the whole head.
+    """
+    producer = _producers(plan)
+    op, cut = producer[sole_output(plan).id], []
+    while op.name != "linear":  # a softcap, or a scale
+        cut.append(op)
+        op = producer[op.inputs[0].id]
+    cut.append(replace(op, attrs={**op.attrs, "splits": (num_ids,)}))
+    short = {op.out.id: replace(op, out=replace(op.out, cols=num_ids)) for op in cut}
+    subst = {i: op.out for i, op in short.items()}
+    return _substitute(plan, [short.get(op.out.id, op) for op in plan.ops], subst)
 
 
 def merge_linears(plan: Plan, formats: Mapping[str, str]) -> Plan:

@@ -74,7 +74,7 @@ class Plan:
         return self._emit("embed", cols, weights=(weight,), index=index, num_rows=rows)
 
     def linear(self, x: Value, weight: str, cols: int, bias: str | None = None) -> Value:
-        """x @ weight.T + bias, weight [cols, x.cols]."""
+        """x @ weight.T + bias, weight [cols, x.cols]; of one with more rows, the first `cols`."""
         return self._emit("linear", cols, x, weights=(weight,), biases=(bias,), splits=(cols,))
 
     def rms_norm(self, x: Value, weight: str, eps: float, heads: int = 1) -> Value:

@@ -13,6 +13,7 @@ from paceline.backends.base import KVSpec, StepLimits
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.memory import KVSize, format_bytes, kv_token_bytes
+from paceline.engine.sampler import Sampler
 from paceline.engine.speculation.base import MAX_DRAFTED
 from paceline.engine.speculation.draft_model import DraftModel
 from paceline.engine.speculation.load import Speculation
@@ -21,6 +22,7 @@ from paceline.engine.speculation.translation import SameTokens, translation
 from paceline.engine.step import StepBuilder
 from paceline.errors import ParameterError, UnsupportedModelError
 from paceline.models.base import build_plan
+from paceline.plan.passes import shorten_head
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -77,8 +79,10 @@ class DraftWeights(Struct, frozen=True, kw_only=True):
             max_seqs=max_seqs,
             max_blocks_per_seq=-(-max_len // size),
         )
+        own_tokenizer = build_tokenizer(self.checkpoint.tokenizer)
+        num_ids = self.num_ids(own_tokenizer)
         backend.load(
-            build_plan(model),
+            shorten_head(build_plan(model), num_ids),
             self.checkpoint.tensors,
             kv=KVSpec(num_blocks=num_blocks, block_size=size, dtype=config.kv_dtype),
             limits=limits,
@@ -92,23 +96,32 @@ class DraftWeights(Struct, frozen=True, kw_only=True):
             clock_s=time.perf_counter,
         )
         shadows.warm_up([n for n in _WARM_UP if n <= min(limits.max_tokens, max_len)])
-        own_tokenizer = build_tokenizer(self.checkpoint.tokenizer)
         words = translation(tokenizer, own_tokenizer)
         logger.info(
-            "drafts by %s: weights %s, KV cache %s, %s tokenizer",
-            self.speculation.model, format_bytes(self.weight_bytes),
+            "drafts by %s: weights %s, %d of %d tokens, KV cache %s, %s tokenizer",
+            self.speculation.model, format_bytes(self.weight_bytes), num_ids, model.vocab_size,
             format_bytes(num_blocks * size * kv_token_bytes(model, config.kv_dtype)),
             "the same" if isinstance(words, SameTokens) else "another",
         )  # fmt: skip
         return DraftModel(
             shadows,
             words,
-            vocab_size=min(model.vocab_size, own_tokenizer.vocab_size),
+            Sampler(num_ids, (), own_tokenizer),
             eos_ids=frozenset(self.checkpoint.generation.eos_ids),
             max_tokens=self.speculation.max_tokens,
             window=self.speculation.window,
             max_len=max_len,
         )
+
+    def num_ids(self, tokenizer: Tokenizer) -> int:
+        """Return how many ids the draft model may guess, the first ones.
+
+        Tokenizers number their tokens by merge or by score, the frequent ones first, and the head
+        is a large part of a small model's bytes (FR-Spec, Zhao 2025, which counts tokens in a
+        text). Rows beyond the tokenizer are padding.
+        """
+        num_ids = min(self.checkpoint.config.vocab_size, tokenizer.vocab_size)
+        return min(num_ids, self.speculation.num_vocab or num_ids)
 
 
 def open_weights(speculation: Speculation, config: EngineConfig) -> DraftWeights:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec import Struct
 
-from paceline.backends.base import F32
+from paceline.engine.sampler import Sampler
 from paceline.engine.speculation.base import Draft, Forecast
 from paceline.engine.speculation.shadows import Shadows
 from paceline.engine.speculation.translation import Translation
+from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
@@ -49,8 +50,8 @@ class DraftModel:
         self,
         shadows: Shadows,
         translation: Translation,
+        sampler: Sampler,
         *,
-        vocab_size: int,
         eos_ids: frozenset[int],
         max_tokens: int,
         window: int,
@@ -59,7 +60,8 @@ class DraftModel:
     ) -> None:
         self._shadows = shadows
         self._translation = translation
-        self._vocab_size = vocab_size  # ids from here on are padding of the model's head
+        self._sampler = sampler
+        self._likeliest = sampler.state(SamplingParams(temperature=0, logprobs=0), 0, (), ())
         self._eos_ids = eos_ids
         self._max_tokens = max_tokens
         self._window = min(window, max_len // 2)
@@ -136,13 +138,18 @@ class DraftModel:
         going = {chain.shadow.number: chain for chain in chains}
         while going:
             done, logits = self._shadows.forward(self._next_chunks(going.values()))
-            guesses = _likeliest(logits[: len(done), : self._vocab_size])
-            for seq, (token_id, confidence) in zip(done, guesses, strict=True):
+            ids, details = self._sampler.sample(
+                logits, list(range(len(done))), [self._likeliest] * len(done)
+            )
+            for seq, token_id, detail in zip(done, ids, details, strict=True):
                 chain = going[seq.number]
+                if detail is None:  # a broken model says nothing
+                    del going[seq.number]
+                    continue
                 chain.guessed.append(token_id)
                 seq.token_ids.append(token_id)
                 chain.num_left -= 1
-                chain.confidence *= confidence
+                chain.confidence *= math.exp(detail[0])
                 is_sure = chain.confidence >= self._min_confidence
                 if not chain.num_left or not is_sure or token_id in self._eos_ids:
                     del going[seq.number]
@@ -168,15 +175,6 @@ class DraftModel:
 
     def close(self) -> None:
         self._shadows.close()
-
-
-def _likeliest(logits: F32) -> list[tuple[int, float]]:
-    """Return the likeliest token of each row of logits [L, V], and its probability."""
-    ids = logits.argmax(axis=1)
-    top = logits[np.arange(len(ids)), ids]
-    with np.errstate(invalid="ignore"):  # a broken model is sure of nothing
-        confidence = 1 / np.exp(logits - top[:, None]).sum(axis=1)
-    return list(zip(ids.tolist(), confidence.tolist(), strict=True))
 
 
 def _window_start(num_tokens: int, window: int) -> int:

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _OPTIONS = {
     "off": (),
     "ngram": ("max",),
-    "draft": ("model", "max", "window"),
-    "draft+ngram": ("model", "max", "window"),
+    "draft": ("model", "max", "window", "vocab"),
+    "draft+ngram": ("model", "max", "window", "vocab"),
 }
 _MAX_WINDOW = 2**16
+_MAX_VOCAB = 2**24
+NUM_VOCAB = 32768
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
@@ -31,6 +33,7 @@ class Speculation(Struct, frozen=True, kw_only=True):
     model: str = ""  # of a draft model
     max_tokens: int = 15  # with the known token a step of 16 rows: whole tiles of the kernels
     window: int = 256  # tokens of a new text that a draft model reads at most
+    num_vocab: int | None = NUM_VOCAB  # ids that a draft model may guess, the first ones; None: all
 
     @property
     def has_model(self) -> bool:
@@ -61,18 +64,27 @@ def parse_speculate(spec: str) -> Speculation:
             f"speculate is {spec!r}: name a small model, as in {name}:model=qwen2.5-coder-0.5b",
             param="speculate",
         )
-    given = {}
-    for key, field, most in (("max", "max_tokens", MAX_NODES), ("window", "window", _MAX_WINDOW)):
-        if key in options:
-            given[field] = _integer(options, key, most)
-    return Speculation(name=name, model=options.get("model", ""), **given)
+    unset = Speculation(name=name)
+    return Speculation(
+        name=name,
+        model=options.get("model", ""),
+        max_tokens=_integer(options, "max", unset.max_tokens, most=MAX_NODES),
+        window=_integer(options, "window", unset.window, most=_MAX_WINDOW),
+        num_vocab=None
+        if options.get("vocab") == "all"
+        else _integer(options, "vocab", NUM_VOCAB, most=_MAX_VOCAB, also="all or "),
+    )
 
 
-def _integer(options: Mapping[str, str], key: str, most: int) -> int:
-    text = options[key]
+def _integer(
+    options: Mapping[str, str], key: str, default: int, *, most: int, also: str = ""
+) -> int:
+    text = options.get(key)
+    if text is None:
+        return default
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
         raise ParameterError(
-            f"speculate has {key}={text}: it must be an integer from 1 to {most}",
+            f"speculate has {key}={text}: it must be {also}an integer from 1 to {most}",
             param="speculate",
         )
     return int(text)
