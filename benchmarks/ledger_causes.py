@@ -122,7 +122,7 @@ def guesses(server: Server) -> None:
     """Counting repeats itself, so guesses are right; the first answer warms the estimates."""
     prompt = "1 2 3 4 5 6 7 8 9 10 " * 12
     server.complete("first", prompt=prompt, max_tokens=60, ignore_eos=True)
-    server.complete("example", prompt=prompt, max_tokens=60, ignore_eos=True)
+    server.complete("example", prompt=prompt, max_tokens=600, ignore_eos=True)
 
 
 def first_structure(server: Server) -> None:

@@ -1,6 +1,6 @@
 """Ledgers with each part as the bottleneck, made on purpose. docs/ledger.md shows its output.
 
-    python benchmarks/ledger_examples.py MODEL [--json FILE] [--only PART …]
+    python benchmarks/ledger_examples.py MODEL [--large MODEL] [--json FILE] [--only PART …]
     python benchmarks/ledger_examples.py --json FILE --into docs/ledger.md
 
 Each example starts `paceline serve MODEL` with the options it names, causes one kind of delay, and
@@ -39,6 +39,7 @@ class Example:
     options: str = ""
     is_cached: bool = False  # the others repeat their prompts, and mean them to be computed
     has_twin: bool = False  # the same file is served as a second model
+    is_large: bool = False  # --large is served
 
 
 EXAMPLES = {
@@ -104,8 +105,8 @@ EXAMPLES = {
         cause=causes.streams_beside, done="one of 16 streams",
         helps="fewer at once: `--max-num-seqs`"),
     "draft": Example(
-        cause=causes.guesses, options="--speculate draft:model={model}",
-        done="the model drafts for itself: `--speculate draft:model=…`",
+        cause=causes.guesses, options="--speculate draft:model={model}", is_large=True,
+        done="it drafts for the 1.5B: `--speculate draft:model=…`",
         helps="a draft model that is much smaller, or `ngram`"),
     "verify": Example(
         cause=causes.guesses, options="--speculate ngram",
@@ -131,15 +132,16 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-def run(example: Example, model: str) -> tuple[dict[str, Any], list[str]]:
+def run(example: Example, model: str, large: str) -> tuple[dict[str, Any], list[str]]:
     """Return the ledger of the example's call, and the options that its server had."""
+    served = large if example.is_large else model
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "slow.jinja").write_text(causes.SLOW_TEMPLATE)
         twin = Path(folder) / f"{causes.TWIN}.gguf"
         twin.symlink_to(Path(model).resolve())
         options = example.options.format(model=model, folder=folder).split()
         options += [] if example.is_cached else ["--no-prefix-cache"]
-        with serving([model, *([str(twin)] if example.has_twin else [])], options) as server:
+        with serving([served, *([str(twin)] if example.has_twin else [])], options) as server:
             example.cause(server)
             return server.ledger("example"), options
 
@@ -178,6 +180,7 @@ def put_into(document: Path, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="without one nothing is run")
+    parser.add_argument("--large", default="qwen2.5-coder-1.5b", help="for which MODEL drafts")
     parser.add_argument("--only", nargs="+", choices=list(EXAMPLES))
     parser.add_argument("--json", type=Path, help="takes the results; keeps what it has")
     parser.add_argument("--into", type=Path, help="a document whose table is replaced")
@@ -185,7 +188,7 @@ def main() -> None:
     results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     missing = [name for name in EXAMPLES if name not in results]
     for name in (args.only or missing) if args.model else ():
-        ledger, options = run(EXAMPLES[name], args.model)
+        ledger, options = run(EXAMPLES[name], args.model, args.large)
         results[name] = {"options": options, **{key: ledger.get(key) for key in _RESULT_KEYS}}
         shown = ", ".join(f"{part} {share:.0%}" for part, share in shares(results[name])[:5])
         print(f"{name:24} {ledger['wall_ms']:8.1f} ms: {shown}", flush=True)
