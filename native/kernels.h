@@ -130,7 +130,7 @@ struct Op {
   // rms_norm: [0]; layer_norm: weight and bias; rope_store: q-norm and k-norm or null
   const float* norm_weight[2] = {nullptr, nullptr};
   const int32_t* column_order = nullptr;  // gather: [out.cols], columns of in[0]
-  const float* rope_table = nullptr;  // [max position][2][rope_dims / 2]: cos, then sin
+  const float* rope_table = nullptr;      // [max position][2][rope_dims / 2]: cos, then sin
   // rope_store: q * query_factor and (k - key_shift) * key_factor, [kv_heads][head_dim] each, are what it makes of the
   // turned q and k; all three or none. Factors are powers of two whose products are 1, and what all keys of a head have
   // in common changes no softmax.

@@ -1,4 +1,5 @@
-// add, scale, softcap, select, gather: f32 -> f32, shared out in chunks of columns so that one wide row (logits) is many items.
+// add, scale, softcap, select, gather: f32 -> f32, shared out in chunks of columns so that one wide row (logits) is
+// many items.
 #include "rows.h"
 
 namespace paceline::PL_ISA {
