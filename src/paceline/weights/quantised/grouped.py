@@ -27,7 +27,7 @@ _FORMATS: dict[tuple[Kind, bool], dict[int, str]] = {
     ("fp8", False): {128: "f8_g128", 64: "f8_g64", 32: "f8_g32"},
 }
 _CHUNK_WEIGHTS = 1 << 22  # unpacked at once
-_LOSS = 2.0**-8  # what a scale may lose unsaid: as much as rounding to its 8 bits cost a weight
+_LOSS = 2.0**-8  # what a scale may lose unsaid: as much as rounding to 8 bits cost its weights
 
 _log = logging.getLogger(__name__)
 
@@ -80,13 +80,20 @@ class Grouped(Struct, frozen=True, kw_only=True):
         lossy = 0
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            codes = self.codes(part)
+            codes, scales, fields = self.codes(part), self.scales(part), []
             if order is not None:
                 codes = codes[:, order]
-            scales = self.scales(part)
-            lossy += self._put_scales(out[part], scales, part, block_groups)
-            at = 2 if self.zeros is None else 4
-            out[part, :, at:] = _bodies(codes, self.kind, width)
+            lossy += _num_lossy(scales)
+            blocks = codes.reshape(len(codes), -1, width)
+            if self.zeros is not None:
+                top = 15 if self.kind == "int4" else 255
+                minimum, flips = _minimums(scales, self.zeros(part), top)
+                scales, fields = np.where(flips, -scales, scales), [minimum]
+                blocks = blocks ^ np.where(flips, np.uint8(top), np.uint8(0))[:, block_groups, None]
+            for i, values in enumerate([scales, *fields]):
+                halves = np.ascontiguousarray(self._halves(values)[:, block_groups])
+                out[part, :, 2 * i : 2 * i + 2] = halves[..., None].view(np.uint8)
+            out[part, :, 2 + 2 * len(fields) :] = _bodies(blocks, self.kind)
         if lossy:
             _log.warning(
                 "%s: f16 keeps %d scales to less than 0.4 %%, since they are tiny: so are their "
@@ -94,29 +101,43 @@ class Grouped(Struct, frozen=True, kw_only=True):
             )  # fmt: skip
         return out.reshape(rows, -1)
 
-    def _put_scales(self, out: U8, scales: F32, part: slice, block_groups: I32) -> int:
-        """Write scales and minimums [rows, blocks]; returns how many scales lose digits."""
-        offset = np.float32({"int4": 0, "int8": 128, "fp8": 0}[self.kind])
-        fields = [scales]
-        if self.zeros is not None:
-            fields.append((offset - self.zeros(part)) * scales)
-        lossy = 0
-        for i, values in enumerate(fields):
-            with np.errstate(over="ignore"):
-                halves = values.astype("<f2")
-            if (np.isinf(halves) & np.isfinite(values)).any():
-                raise UnsupportedModelError(
-                    f"{self.where} has a {'minimum' if i else 'scale'} of "
-                    f"{np.abs(values[np.isfinite(values)]).max():g}: at most 65504 is held, give "
-                    "the model's float weights to `paceline quantize`"
-                )
-            if i == 0:
-                with np.errstate(invalid="ignore"):
-                    off = np.abs(halves.astype(np.float32) - values) > _LOSS * np.abs(values)
-                lossy = int(off.sum())
-            field = np.ascontiguousarray(halves[:, block_groups])[..., None]
-            out[:, :, 2 * i : 2 * i + 2] = field.view(np.uint8)
-        return lossy
+    def _halves(self, values: F32) -> npt.NDArray[np.float16]:
+        halves = _round(values)
+        if (np.isinf(halves) & np.isfinite(values)).any():
+            raise UnsupportedModelError(
+                f"{self.where} has a scale or minimum of "
+                f"{np.abs(values[np.isfinite(values)]).max():g}: at most 65504 is held: give the "
+                "model's float weights to `paceline quantize`"
+            )
+        return halves
+
+
+def _round(values: F32) -> npt.NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        return values.astype("<f2")
+
+
+def _num_lossy(scales: F32) -> int:
+    """How many scales f16 keeps badly, because they are below its normal range."""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(_round(scales).astype(np.float32) - scales) > _LOSS * np.abs(scales)
+    return int(off.sum())
+
+
+def _minimums(scales: F32, zeros: F32, top: int) -> tuple[F32, npt.NDArray[np.bool_]]:
+    """(minimums, where codes are to be counted from the top), both [rows, groups].
+
+    (code - zero) * scale = scale * code + m = -scale * (top - code) + n, with m = -zero * scale and
+    n = (top - zero) * scale. Both have more digits than f16; the one that loses less is taken, and
+    with 4 bits that loses nothing where zero or 15 - zero is 0, 1, 2, 4 or 8. Stored codes of 8
+    bits are signed, so m and n are 128 scales further up, or down.
+    """
+    offset = np.float32(0 if top == 15 else 128)
+    below, above = (offset - zeros) * scales, (np.float32(top) - offset - zeros) * scales
+    with np.errstate(invalid="ignore"):
+        loss = [np.abs(_round(m).astype(np.float32) - m) for m in (below, above)]
+    flips = loss[1] < loss[0]
+    return np.where(flips, above, below), flips
 
 
 def _is_whole(groups: I32, width: int) -> bool:
@@ -127,9 +148,8 @@ def _is_whole(groups: I32, width: int) -> bool:
     return bool((blocks == blocks[:, :1]).all())
 
 
-def _bodies(codes: U8, kind: Kind, width: int) -> U8:
-    """The codes of the blocks [rows, blocks, bytes], as weights/tensor.py has them."""
-    blocks = codes.reshape(len(codes), -1, width)
+def _bodies(blocks: U8, kind: Kind) -> U8:
+    """Codes [rows, blocks, width] as weights/tensor.py has them, [rows, blocks, bytes]."""
     if kind == "fp8":
         return blocks
     if kind == "int8":
