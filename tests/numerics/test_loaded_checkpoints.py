@@ -123,12 +123,15 @@ def test_the_native_backend_runs_it_from_its_blocks(name: str, tmp_path: Path) -
         assert len(gathers) == (8 if "act-order" in name else 0)
 
 
+@pytest.mark.parametrize("name", ["w4a16", "w8a8"])
 @pytest.mark.filterwarnings("default")  # transformers' own
-def test_logits_equal_transformers_with_the_package_of_the_format(tmp_path: Path) -> None:
+def test_logits_equal_transformers_with_the_package_of_the_format(
+    name: str, tmp_path: Path
+) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
-    quantised, _ = write_both("w4a16", tmp_path)
+    quantised, _ = write_both(name, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         quantised, dtype=torch.float32, attn_implementation="eager"
     )

@@ -42,7 +42,8 @@ class AWQ(Struct, frozen=True):
 
 def read_awq(table: Fields) -> AWQ:
     """The method from `quantization_config`; what it cannot read is refused by name."""
-    version = table.text("version", table.text("format", "gemm")).lower()
+    keys = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's two
+    version = next((table.text(key) for key in keys if table.has(key)), "gemm").lower()
     if version != "gemm":
         raise UnsupportedModelError(
             f"{table.where}: AWQ in the layout {version!r} is not supported: use a checkpoint in "
