@@ -100,7 +100,7 @@ class BoundProgram {
               const std::vector<WeightPart>& weights, const std::vector<std::optional<Array>>& norms,
               const std::optional<Array>& rope_table, const std::optional<Array>& evening, bool logit_rows, int heads,
               int kv_heads, int head_dim, int layer, int window, int act, float eps, float scale, float softcap,
-              int index, bool is_causal) {
+              int index, bool is_causal, const std::optional<Array>& column_order) {
     Op op;
     op.code = parse_op(name);
     op.logit_rows = logit_rows;
@@ -132,6 +132,7 @@ class BoundProgram {
     if (op.code == OpCode::layer_norm && !(op.norm_weight[0] && op.norm_weight[1]))
       fail(name + " needs a weight and a bias");
     if (op.code == OpCode::rope_store || op.code == OpCode::attend) check_attention(op);
+    if (op.code == OpCode::gather) set_order(op, column_order);
     if (rope_table) {
       op.rope_table = keep(check_array<float>(*rope_table, "rope_table", 3), rope_table);
       check_length(*rope_table, "rope_table", 0, size_t(num_positions_));
@@ -244,6 +245,15 @@ class BoundProgram {
     }
     if (op.out.is_q8 && op.head_dim % kGroup) fail("attend writes q8 only for head_dim a multiple of 32");
   }
+  void set_order(Op& op, const std::optional<Array>& order) {
+    if (!order) fail("gather needs a column_order");
+    op.column_order = keep(check_array<int32_t>(*order, "column_order", 1), order);
+    check_length(*order, "column_order", 0, size_t(op.out.cols));
+    for (int i = 0; i < op.out.cols; i++)
+      if (op.column_order[i] < 0 || op.column_order[i] >= op.in[0].cols)
+        fail("column_order[" + std::to_string(i) + "] is " + std::to_string(op.column_order[i]) + ": the input has " +
+             std::to_string(op.in[0].cols) + " columns");
+  }
   Mat place(const Place& p, bool logit_rows) const {
     auto [slot, offset, stride, cols, is_q8] = p;
     size_t rows = size_t(logit_rows ? program_.limits().max_logit_rows : program_.limits().max_tokens);
@@ -298,7 +308,8 @@ void bind_program(nb::module_& m) {
            nb::arg("rope_table") = nb::none(), nb::arg("evening") = nb::none(), nb::arg("logit_rows") = false,
            nb::arg("heads") = 1, nb::arg("kv_heads") = 1, nb::arg("head_dim") = 0, nb::arg("layer") = 0,
            nb::arg("window") = 0, nb::arg("act") = 0, nb::arg("eps") = 0.0f, nb::arg("scale") = 1.0f,
-           nb::arg("softcap") = 0.0f, nb::arg("index") = 0, nb::arg("is_causal") = true)
+           nb::arg("softcap") = 0.0f, nb::arg("index") = 0, nb::arg("is_causal") = true,
+           nb::arg("column_order") = nb::none())
       .def("set_output", &BoundProgram::set_output)
       .def(
           "forward",

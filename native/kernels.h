@@ -112,6 +112,7 @@ enum class OpCode : int {
   softcap,
   select,
   layer_norm,
+  gather,
   count
 };
 enum class EmbedIndex : int { token, position, zero, count };  // what an embed looks its rows up by
@@ -128,7 +129,8 @@ struct Op {
   int num_segments = 0;
   // rms_norm: [0]; layer_norm: weight and bias; rope_store: q-norm and k-norm or null
   const float* norm_weight[2] = {nullptr, nullptr};
-  const float* rope_table = nullptr;  // [max position][2][rope_dims / 2]: cos, then sin
+  const int32_t* column_order = nullptr;  // gather: [out.cols], columns of in[0]
+  const float* rope_table = nullptr;      // [max position][2][rope_dims / 2]: cos, then sin
   // rope_store: q * query_factor and (k - key_shift) * key_factor, [kv_heads][head_dim] each, are what it makes of the
   // turned q and k; all three or none. Factors are powers of two whose products are 1, and what all keys of a head have
   // in common changes no softmax.
@@ -150,6 +152,7 @@ struct Op {
 //              the KV cache
 //   attend     in[0] q (f32) -> out f32 or q8
 //   gated_act  act(in[0]) * in[1], or act(in[0]) alone -> out f32 or q8; act 0 silu, 1 gelu_tanh, 2 gelu
+//   gather     out[t][j] = in[0][t][column_order[j]], f32 -> f32
 //   add, scale, softcap, select  f32 -> f32
 
 // ---- work sharing -------------------------------------------------------------------------------------------------

@@ -275,8 +275,8 @@ std::vector<std::pair<OpCode, double>> Program::profile() const {
 }
 
 const char* op_name(OpCode code) {
-  constexpr const char* names[] = {"embed",     "linear", "rms_norm", "quantize", "rope_store", "attend",
-                                   "gated_act", "add",    "scale",    "softcap",  "select",     "layer_norm"};
+  constexpr const char* names[] = {"embed", "linear", "rms_norm", "quantize", "rope_store", "attend", "gated_act",
+                                   "add",   "scale",  "softcap",  "select",   "layer_norm", "gather"};
   static_assert(std::size(names) == size_t(OpCode::count));
   return names[int(code)];
 }

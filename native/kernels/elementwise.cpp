@@ -1,4 +1,5 @@
-// add, scale, softcap, select: f32 -> f32, shared out in chunks of columns so that one wide row (logits) is many items.
+// add, scale, softcap, select, gather: f32 -> f32, shared out in chunks of columns so that one wide row (logits) is
+// many items.
 #include "rows.h"
 
 namespace paceline::PL_ISA {
@@ -52,6 +53,14 @@ void softcap(const Op& op, const Step& step, Work& work) {
 void select(const Op& op, const Step& step, Work& work) {
   for_each_chunk(op, step, work, [&](int row, int begin, int end) {
     std::memcpy(f32_row(op.out, row) + begin, f32_row(op.in[0], step.logit_rows[row]) + begin, size_t(end - begin) * 4);
+  });
+}
+
+void gather(const Op& op, const Step& step, Work& work) {
+  for_each_chunk(op, step, work, [&](int row, int begin, int end) {
+    const float* x = f32_row(op.in[0], row);
+    float* y = f32_row(op.out, row);
+    for (int i = begin; i < end; i++) y[i] = x[op.column_order[i]];
   });
 }
 

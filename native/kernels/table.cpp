@@ -22,6 +22,7 @@ void scale(const Op&, const Step&, Work&);
 void softcap(const Op&, const Step&, Work&);
 void select(const Op&, const Step&, Work&);
 void layer_norm(const Op&, const Step&, Work&);
+void gather(const Op&, const Step&, Work&);
 void read_memory(const float* data, size_t count);
 Probe int8_probe();
 Probe bf16_probe();
@@ -47,6 +48,7 @@ const KernelTable& kernel_table() {
     t.run[int(OpCode::softcap)] = softcap;
     t.run[int(OpCode::select)] = select;
     t.run[int(OpCode::layer_norm)] = layer_norm;
+    t.run[int(OpCode::gather)] = gather;
     t.read_memory = read_memory;
     t.int8 = int8_probe();
     t.bf16 = bf16_probe();

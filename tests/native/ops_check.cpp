@@ -18,6 +18,7 @@ namespace paceline {
   void scale(const Op&, const Step&, Work&);      \
   void softcap(const Op&, const Step&, Work&);    \
   void select(const Op&, const Step&, Work&);     \
+  void gather(const Op&, const Step&, Work&);     \
   void layer_norm(const Op&, const Step&, Work&); \
   }
 PL_DECLARE(scalar)
@@ -126,6 +127,10 @@ void check_row_ops(int cols) {
   compare("add", scalar::add, PL_CHECK_ISA::add, op, step, rows, 0, 0);
   compare("scale", scalar::scale, PL_CHECK_ISA::scale, op, step, rows, 0, 0);
   compare("softcap", scalar::softcap, PL_CHECK_ISA::softcap, op, step, rows, 0, 0);
+  std::vector<int32_t> order;
+  for (int i = 0; i < cols; i++) order.push_back(i % 2 ? cols - i : i / 2);
+  op.column_order = order.data();
+  compare("gather", scalar::gather, PL_CHECK_ISA::gather, op, step, rows, 0, 0);
   op.logit_rows = true;
   compare("select", scalar::select, PL_CHECK_ISA::select, op, step, 2, 0, 0);
 }

@@ -2,12 +2,22 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from paceline import _native
 from paceline.backends.native import NativeBackend
 from paceline.backends.reference import ReferenceBackend
-from paceline.plan.passes import lower
-from tests.numerics.program_cases import Runner, Shape, decoder, random_tokens, random_weights
+from paceline.plan.passes import column_orders, lower
+from paceline.weights.tensor import dequantize
+from tests.numerics.program_cases import (
+    Runner,
+    Shape,
+    decoder,
+    f32_tensor,
+    q8_0_tensor,
+    random_tokens,
+    random_weights,
+)
 
 SHAPES = {
     "llama": Shape(),
@@ -64,6 +74,63 @@ def test_quantised_program_equals_its_lowered_plan_in_the_reference(name):
     # by part of the quantisation's own error (2e-2 here); others agree to float rounding.
     assert error.max() < 5e-2
     assert (error < 1e-5).mean() > 0.2
+
+
+def in_column_order(tensor, order):
+    """The same weight in f32 or q8_0, with its columns kept in `order`."""
+    dense = dequantize(tensor)[:, order]
+    moved = f32_tensor(dense) if tensor.format == "f32" else q8_0_tensor(dense)
+    return replace(moved, column_order=order)
+
+
+def ordered_weights(plan, shape, fmt):
+    """Every linear in a column order: one for all of an input's readers, as act-order has it."""
+    weights = random_weights(plan, shape, fmt)
+    rng = np.random.default_rng(7)
+    orders = {}
+    for op in plan.ops:
+        if op.name == "linear":
+            x = op.inputs[0]
+            order = orders.setdefault(x.id, rng.permutation(x.cols).astype(np.int32))
+            weights[op.weights[0]] = in_column_order(weights[op.weights[0]], order)
+    return weights
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 biases", "gemma", "odd widths"])
+def test_weights_in_a_column_order_multiply_the_gathered_columns(name):
+    shape = SHAPES[name]
+    plan = decoder(shape)
+    plain, ordered = random_weights(plan, shape), ordered_weights(plan, shape, "f32")
+    want = run(ReferenceBackend(), plan, plain, kv_dtype="f32")
+    np.testing.assert_array_equal(run(ReferenceBackend(), plan, ordered, kv_dtype="f32"), want)
+    backend = NativeBackend(num_threads=2)
+    got = run(backend, plan, ordered, kv_dtype="f32")
+    assert "gather" in [op.name for op in backend.plan.ops]
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_quantised_weights_in_a_column_order_equal_their_lowered_plan_in_the_reference():
+    shape = SHAPES["llama"]
+    plan = decoder(shape)
+    weights = ordered_weights(plan, shape, "q8_0")
+    formats = {name: weight.format for name, weight in weights.items()}
+    lowered = lower(plan, formats, orders=column_orders(weights))
+    want = run(ReferenceBackend(), lowered, weights, kv_dtype="f32")
+    got = run(NativeBackend(num_threads=2), plan, weights, kv_dtype="f32")
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 5e-2
+    assert (error < 1e-5).mean() > 0.2
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 64], [-1, 0, 1]])
+def test_a_column_order_that_does_not_fit_is_refused(order):
+    place = (0, 0, 64, 3, False)
+    program = _native.Program(
+        num_threads=1, isa=None, limits=(1, 1, 1, 1), kv=(1, 1, 16, 1, 8, "f32"),
+        bounds=(1, 16), slot_bytes=[64],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="column_order"):
+        program.add_op("gather", place, [place], column_order=np.array(order, np.int32))
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32", "int8", "fp8"])

@@ -89,6 +89,12 @@ def softcap_case(width):
     return "softcap", [x], {"softcap": 30.0}, 30 * np.tanh(x.astype(np.float64) / 30)
 
 
+def gather_case(width):
+    (x,) = inputs(width, 1)
+    order = np.random.default_rng(width).permutation(width).astype(np.int32)
+    return "gather", [x], {"column_order": order}, x[:, order]
+
+
 CASES = {
     "rms_norm": norm_case,
     "layer_norm": layer_norm_case,
@@ -99,6 +105,7 @@ CASES = {
     "add": add_case,
     "scale": scale_case,
     "softcap": softcap_case,
+    "gather": gather_case,
 }
 
 

@@ -54,6 +54,19 @@ def test_merge_makes_views_of_one_output():
     assert (v.parent, v.offset, v.cols) == (qkv.out.id, 12, 4)
 
 
+def test_linears_of_one_input_and_one_column_order_share_a_gather_and_are_merged():
+    order, other = np.arange(32, dtype=np.int32)[::-1].copy(), np.arange(32, dtype=np.int32)
+    orders = {"w0": order, "w1": order, "w2": other, "w6": np.arange(64, dtype=np.int32)}
+    plan = passes.merge_linears(passes.gather_columns(decoder(), orders), F32)
+    gathers = [op for op in plan.ops if op.name == "gather"]
+    assert len(gathers) == 3
+    merged = {op.weights: op for op in plan.ops if op.name == "linear"}
+    assert merged["w0", "w1"].inputs == (gathers[0].out,)
+    assert merged["w0", "w1"].attrs["order"] == order.tobytes()
+    assert merged[("w2",)].inputs == (gathers[1].out,)
+    assert "order" not in merged["w4", "w5"].attrs
+
+
 def test_merge_keeps_float_and_quantised_weights_apart():
     plan = passes.merge_linears(decoder(), {**F32, "w1": "q8_0"})
     merged = [op.weights for op in plan.ops if op.name == "linear"]

@@ -379,7 +379,7 @@ def test_a_gguf_is_written_from_a_gguf_and_in_its_own_formats_only(
         write(source, tmp_path / "out.gguf", "int4")
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["hqq", "aqlm", "quip", "eetq"])
 def test_weights_that_others_quantised_are_refused_by_the_methods_name(
     tmp_path: Path, method: str
 ) -> None:

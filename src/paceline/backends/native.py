@@ -17,7 +17,7 @@ from paceline.backends.reference import rope_table
 from paceline.cpu import resolve_num_threads
 from paceline.errors import BackendError
 from paceline.plan.arena import Arena, assign_slots, root_id
-from paceline.plan.passes import lower
+from paceline.plan.passes import column_orders, lower
 from paceline.plan.plan import Op, Plan, RopeTable, Value, sole_output
 from paceline.weights.repack import PackedTensor, pack_all, warn_not_finite
 from paceline.weights.tensor import QTensor, dequantize
@@ -65,7 +65,8 @@ class NativeBackend:
     ) -> None:
         self.close()
         formats = {name: weights[name].format for op in plan.ops for name in op.weights}
-        self.plan = lower(plan, formats, activations=self._activations)
+        orders = column_orders({name: weights[name] for name in formats})
+        self.plan = lower(plan, formats, activations=self._activations, orders=orders)
         readers = [op for op in self.plan.ops if op.name in ("embed", "linear")]
         matrices = [name for op in readers for name in op.weights]
         packed = pack_all(
@@ -208,6 +209,8 @@ class _Builder:
             if even is not None:
                 factors = np.ldexp(np.float32(1), [even.e, -even.e])
                 attrs["evening"] = np.stack([factors[0], even.shift, factors[1]])
+        elif op.name == "gather":
+            attrs["column_order"] = np.frombuffer(a["order"], np.int32)
         elif op.name == "gated_act":
             attrs["act"] = ACTS[a["act"]]
         elif op.name == "scale":

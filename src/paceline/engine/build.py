@@ -351,7 +351,8 @@ def new_backend(path: Path, config: EngineConfig, weight_bytes: int) -> tuple[Ba
         cache_path, fingerprint = None, ""
         if weight_bytes >= _MIN_CACHED_BYTES:
             cache_path = packed_cache_path(path)
-            fingerprint = source_fingerprint(source_files(path))
+            config_file = [path / "config.json"] if path.is_dir() else []  # says how to read them
+            fingerprint = source_fingerprint([*source_files(path), *config_file])
         native = NativeBackend(
             num_threads=config.num_threads,
             cache_path=cache_path,

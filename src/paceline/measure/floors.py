@@ -11,7 +11,7 @@ from paceline.engine.memory import kv_token_bytes
 from paceline.measure.bandwidth import EMBEDDING, decode_weight_bytes
 from paceline.measure.ceilings import Ceilings
 from paceline.models.base import HEAD, build_plan
-from paceline.plan.passes import lower
+from paceline.plan.passes import column_orders, lower
 from paceline.plan.plan import Op, Rows
 from paceline.weights.checkpoint import Checkpoint
 from paceline.weights.tensor import FLOAT_FORMATS
@@ -105,7 +105,7 @@ def op_costs(checkpoint: Checkpoint, kv_dtype: str = "f16") -> tuple[OpCost, ...
     """Return the costs of each op that Paceline runs for `checkpoint`; no weight is read."""
     config = checkpoint.config
     formats = {name: tensor.format for name, tensor in checkpoint.tensors.items()}
-    ops = lower(build_plan(config), formats).ops
+    ops = lower(build_plan(config), formats, orders=column_orders(checkpoint.tensors)).ops
     return tuple(_op_cost(op, checkpoint, kv_dtype) for op in ops)
 
 

@@ -10,29 +10,68 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from paceline.errors import UnsupportedModelError
 from paceline.plan.arena import root_id
 from paceline.plan.plan import Op, Plan, Value, sole_output
-from paceline.weights.tensor import FLOAT_FORMATS
+from paceline.weights.tensor import FLOAT_FORMATS, QTensor
+
+I32 = npt.NDArray[np.int32]
 
 MAX_MERGED = 3  # weights of one linear op
 Q8_GROUP = 32
-ROW_WISE = frozenset({"linear", "rms_norm", "layer_norm", "gated_act", "add", "scale", "softcap"})
+ROW_WISE = frozenset({
+    "linear", "rms_norm", "layer_norm", "gated_act", "add", "scale", "softcap", "gather",
+})  # fmt: skip
 
 
-def lower(plan: Plan, formats: Mapping[str, str], *, activations: str = "q8") -> Plan:
+def lower(
+    plan: Plan,
+    formats: Mapping[str, str],
+    *,
+    activations: str = "q8",
+    orders: Mapping[str, I32] | None = None,
+) -> Plan:
     """Return the program for weights of these formats (tensor name -> format).
 
-    `activations` is what linears over quantised weights read: q8, or f32 as all else.
+    `activations` is what linears over quantised weights read: q8, or f32 as all else. `orders` are
+    the column orders of the weights that have one.
     """
     plan = fold_embed_scale(plan)
+    plan = gather_columns(plan, orders or {})
     plan = merge_linears(plan, formats)
     plan = split_attention(plan)
     plan = fold_residual(plan)
     plan = select_early(plan)
     return insert_quantize(plan, formats) if activations == "q8" else plan
+
+
+def column_orders(weights: Mapping[str, QTensor]) -> dict[str, I32]:
+    """The column orders of the weights that have one, as `lower` takes them."""
+    orders = {name: weights[name].column_order for name in weights}
+    return {name: order for name, order in orders.items() if order is not None}
+
+
+def gather_columns(plan: Plan, orders: Mapping[str, I32]) -> Plan:
+    """A linear whose weight keeps its columns in another order reads its input in that order.
+
+    Linears of one input and one order share the gather, and so can be merged.
+    """
+    gathered: dict[tuple[int, bytes], Value] = {}
+    ops: list[Op] = []
+    for op in plan.ops:
+        if op.name == "linear" and op.weights[0] in orders:
+            x, order = op.inputs[0], orders[op.weights[0]].tobytes()
+            if (x.id, order) not in gathered:
+                gathered[x.id, order] = plan.new_value(x.cols, x.rows)
+                ops.append(Op("gather", gathered[x.id, order], (x,), (), {"order": order}))
+            value = gathered[x.id, order]
+            op = replace(op, inputs=(value,), attrs={**op.attrs, "order": order})
+        ops.append(op)
+    return plan.derive(ops)
 
 
 def is_quantized(op: Op, formats: Mapping[str, str]) -> bool:
@@ -85,7 +124,7 @@ def merge_linears(plan: Plan, formats: Mapping[str, str]) -> Plan:
 
 def _merged(plan: Plan, ops: list[Op]) -> Op:
     out = plan.new_value(sum(op.out.cols for op in ops), ops[0].out.rows)
-    attrs = {
+    attrs = ops[0].attrs | {  # one input, so one column order
         "biases": tuple(bias for op in ops for bias in op.attrs["biases"]),
         "splits": tuple(op.out.cols for op in ops),
     }

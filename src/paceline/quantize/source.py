@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -10,6 +12,7 @@ from paceline.errors import UnsupportedModelError
 from paceline.models.base import EMBEDDING, HEAD, build_plan
 from paceline.weights.checkpoint import (
     METADATA,
+    QUANT_METHOD,
     Checkpoint,
     canonical_name,
     find_family,
@@ -19,7 +22,17 @@ from paceline.weights.checkpoint import (
 )
 from paceline.weights.gguf import GGUF, open_gguf
 from paceline.weights.safetensors import open_folder
-from paceline.weights.tensor import StoredTensor
+from paceline.weights.tensor import BLOCK, StoredTensor
+
+
+def _refuse_quantised(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a folder that others quantised: its weights lie in parts, and were rounded before."""
+    method = (config.get("quantization_config") or {}).get("quant_method", QUANT_METHOD)
+    if method != QUANT_METHOD:
+        raise UnsupportedModelError(
+            f"{path} is quantised with {method} already, and runs as it is: give the model's float "
+            "weights to quantise it otherwise"
+        )
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -47,7 +60,9 @@ def open_source(path: Path) -> Source:
         gguf = open_gguf_folder(path)
     if gguf is None:  # what the model does not read (a vision tower, say) is left out
         needed = checkpoint.tensors.keys()
-        stored = open_folder(path).tensors
+        folder = open_folder(path)
+        _refuse_quantised(folder.config, path)
+        stored = folder.tensors
         canonical = {name: text_name(name) for name in stored if text_name(name) in needed}
     else:
         stored = gguf.tensors
@@ -58,7 +73,7 @@ def open_source(path: Path) -> Source:
     linears = {name for op in plan.ops if op.name == "linear" for name in op.weights}
     tables = {EMBEDDING, HEAD}
     for name in canonical:
-        if stored[name].data is None:
+        if stored[name].format not in BLOCK:
             raise UnsupportedModelError(
                 f"tensor {name!r} is in format {stored[name].format}, which cannot be read"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct, field
@@ -30,6 +30,9 @@ from paceline.weights.tensor import (
     dequantize,
     from_floats,
 )
+
+if TYPE_CHECKING:
+    from paceline.weights.quantised.methods import Method
 
 # Control tokens that end an answer in the files of this world, whether or not a key names them.
 END_MARKERS = frozenset({
@@ -281,19 +284,26 @@ def _gguf_generation(file: GGUF, fields: Fields) -> GenerationDefaults:
 
 
 def _from_folder(folder: HFFolder) -> Checkpoint:
+    from paceline.weights.quantised.methods import refuse_lost_biases, repack_modules
+
     where = str(folder.path / "config.json")
     fields = Fields(folder.config, where)
-    _check_quantization(fields)
+    method = _quantization(fields)
     model_type = fields.text("model_type")
     family = find_family("HF_TYPES", model_type, where)
     text = fields.table("text_config")
     if text.values:  # a multimodal model: its text part
         fields = Fields({**folder.config, **text.values, "model_type": model_type}, where)
     stored = {text_name(name): tensor for name, tensor in folder.tensors.items()}
-    source = HFSource(fields=fields, shapes={name: t.shape for name, t in stored.items()})
+    repacked = repack_modules(stored, method, str(folder.path))
+    source = HFSource(
+        fields=fields, shapes={name: t.shape for name, t in {**stored, **repacked}.items()}
+    )
     config: ModelConfig = family.config_from_hf(source)
     makers: dict[str, Callable[[], QTensor]] = {}
-    for name, tensor in _needed(config, stored, str(folder.path)).items():
+    needed = _needed(config, {**stored, **repacked}, str(folder.path))
+    refuse_lost_biases(stored, needed, repacked, str(folder.path))
+    for name, tensor in needed.items():
         lacking = family.NORM_OFFSET if name.endswith("norm.weight") else 0.0
         makers[name] = _plus(tensor, lacking) if lacking else tensor.load
     return Checkpoint(
@@ -304,23 +314,20 @@ def _from_folder(folder: HFFolder) -> Checkpoint:
     )  # fmt: skip
 
 
-def _check_quantization(fields: Fields) -> None:
-    """Refuse a folder whose weights others quantised, by the method's name."""
+def _quantization(fields: Fields) -> Method | None:
+    """How others quantised the weights of a folder; None for float weights and our own formats."""
     table = fields.table("quantization_config")
-    if not table.values:
-        return
-    method = table.text("quant_method", "")
-    if method != QUANT_METHOD:
-        raise UnsupportedModelError(
-            f"{fields.where}: weights quantised with {method or 'an unnamed method'!r} are not "
-            "supported: give the model's float weights to `paceline quantize`, or use a GGUF file"
-        )
+    if table.values.get("quant_method") != QUANT_METHOD:
+        from paceline.weights.quantised.methods import find_method
+
+        return find_method(table)
     version = table.integer("version")
     if version > QUANT_VERSION:
         raise UnsupportedModelError(
             f"{fields.where}: quantization_config is of version {version}, this paceline reads up "
             f"to {QUANT_VERSION}: upgrade paceline or quantise the model again"
         )
+    return None
 
 
 def text_name(name: str) -> str:

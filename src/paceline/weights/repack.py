@@ -69,9 +69,9 @@ def source_fingerprint(paths: Iterable[Path]) -> str:
 
 
 def pack_tensor(tensor: QTensor, *, num_threads: int = 1) -> PackedTensor:
-    """Return the packed copy of a matrix."""
+    """Return the packed copy of a matrix; its columns stay in the order of its bytes."""
     with ThreadPoolExecutor(num_threads) as pool:
-        return _pack(tensor, pool)
+        return _pack(tensor.loaded(), pool)
 
 
 def pack_all(
@@ -99,7 +99,7 @@ def pack_all(
     with _open_writer(cache_path) as writer, ThreadPoolExecutor(num_threads) as pool:
         for name in names:
             if name not in packed:
-                tensor = tensors[name]
+                tensor = tensors[name].loaded()
                 if not is_finite(tensor):
                     broken.append(name)
                 packed[name] = _pack(tensor, pool)

@@ -136,8 +136,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     _refuse_overlaps(path, spans)
     tensors = {}
     for name, (fmt, shape, start, stop) in spans.items():
-        view = data[base + start : base + stop] if fmt in BLOCK else None
-        tensors[name] = StoredTensor(name, fmt, shape, view)
+        tensors[name] = StoredTensor(name, fmt, shape, data[base + start : base + stop])
     return tensors
 
 
@@ -176,7 +175,7 @@ def _span(
     fmt = _FORMATS.get(dtype, dtype)
     if fmt in BLOCK:
         expected = math.prod(shape) * BLOCK[fmt][1]
-        if not shape or expected == 0 or stop - start != expected:
+        if expected == 0 or stop - start != expected:
             raise ModelFormatError(
                 f"{where}: {dtype} {shape} takes {expected} bytes, its offsets span {stop - start}"
             )

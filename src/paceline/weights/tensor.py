@@ -6,11 +6,13 @@ our own serve groups of 64 and 128 and FP8: iN is signed, iNm has a minimum, gN 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.errors import UnsupportedModelError
 
@@ -48,18 +50,33 @@ _SCALES_AT_ONCE = 1 << 18  # and those of is_finite
 class QTensor(Struct, frozen=True):
     """A weight of `shape` [N, K], or [N] for vectors.
 
-    `data` is uint8 [N, row_bytes], or [row_bytes] for vectors. With `row_order`, row i of the
-    weight is row `row_order[i]` of `data`: an order costs no copy, since no format mixes rows.
+    `stored` is its bytes, or makes them: what is repacked is made when it is wanted, and anew each
+    time. With `row_order`, row i of the weight is row `row_order[i]` of the bytes: an order costs
+    no copy, since no format mixes rows. With `column_order`, column j of the bytes is column
+    `column_order[j]` of the weight; only linears may have one.
     """
 
     format: str
     shape: tuple[int, ...]
-    data: U8
+    stored: U8 | Callable[[], U8]
     row_order: npt.NDArray[np.int32] | None = None
+    column_order: npt.NDArray[np.int32] | None = None
+
+    @property
+    def data(self) -> U8:
+        """The bytes: uint8 [N, row_bytes], or [row_bytes] for vectors."""
+        return self.stored() if callable(self.stored) else self.stored
 
     @property
     def num_bytes(self) -> int:
-        return int(self.data.nbytes)
+        if not callable(self.stored):
+            return int(self.stored.nbytes)
+        weights, block_bytes = BLOCK[self.format]
+        return math.prod(self.shape) // weights * block_bytes
+
+    def loaded(self) -> QTensor:
+        """The same with its bytes at hand."""
+        return replace(self, stored=self.data) if callable(self.stored) else self
 
 
 class StoredTensor(Struct, frozen=True):
@@ -68,11 +85,11 @@ class StoredTensor(Struct, frozen=True):
     name: str
     format: str
     shape: tuple[int, ...]  # outermost first
-    data: U8 | None  # None: the format is not in BLOCK
+    data: U8 | None  # None: a format whose size is not known
 
     def load(self) -> QTensor:
         """The tensor as a view of the file. Raises UnsupportedModelError if it is unreadable."""
-        if self.data is None:
+        if self.data is None or self.format not in BLOCK:
             raise UnsupportedModelError(
                 f"tensor {self.name!r} is in format {self.format}, which is not supported: "
                 f"use a file with {', '.join(BLOCK)}"
@@ -98,6 +115,10 @@ def dequantize(tensor: QTensor) -> F32:
         for start in range(0, len(blocks), step):
             out[start : start + step] = unpack(blocks[start : start + step])
     dense = out.reshape(tensor.shape)
+    if tensor.column_order is not None:
+        ordered = np.empty_like(dense)
+        ordered[:, tensor.column_order] = dense
+        dense = ordered
     return dense if tensor.row_order is None else dense[tensor.row_order]
 
 
