@@ -31,7 +31,7 @@ U8 = npt.NDArray[np.uint8]
 
 PANEL = 16  # output rows of a panel
 PACK_VERSION = (
-    1  # of the layout: raise it when a packed byte moves, so that old caches are rewritten
+    2  # of the layout: raise it when a packed byte moves, so that old caches are rewritten
 )
 _ALIGN = 64
 _POPULATE_BYTES = 1 << 32  # up to this size a cache is mapped ahead of the first step
