@@ -128,7 +128,9 @@ PL_INLINE Scales<Layout<f>::scaling> scales(const Shared& of, const uint8_t* r, 
   }
 }
 
-constexpr size_t kAheadBytes = 4096;  // what is read so much later is fetched now; 1 KiB to 16 KiB measure the same
+// What is read so much later is fetched now. On a quiet machine 1 KiB to 16 KiB measure the same; where others load its
+// memory, 16 KiB reads up to a quarter faster than 4 KiB.
+constexpr size_t kAheadBytes = 16384;
 
 template <Format f>
 struct Packed {
