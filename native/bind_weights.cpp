@@ -252,6 +252,7 @@ auto embed(const std::string& isa, const std::string& format, const Array<uint8_
 }  // namespace
 
 void bind_weights(nb::module_& m) {
+  m.attr("PACK_VERSION") = kPackVersion;
   m.def(
       "packed_panel_bytes", [](const std::string& format, int k) { return packed_panel_bytes(checked(format, k), k); },
       nb::arg("format"), nb::arg("k"), "Bytes of one packed panel: 16 rows of k weights.");

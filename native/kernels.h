@@ -200,6 +200,7 @@ PL_DECLARE_ISA(neon)
 
 // Repack [rows, k] of GGUF blocks (row_bytes apart) into panels; pack.cpp, ISA-independent. Packed row i is source row
 // row_order[i], or i where it is null. dst is panel 0; padding rows and bytes are zero.
+constexpr int kPackVersion = 2;  // raise it when a packed byte moves, so that old caches are rewritten
 size_t packed_panel_bytes(Format format, int k);
 void pack_panels(Format format, const uint8_t* src, size_t row_bytes, int rows, int k, const int32_t* row_order,
                  int panel_begin, int panel_end, uint8_t* dst);

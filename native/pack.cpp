@@ -25,26 +25,39 @@ void put_quants(uint8_t* group, int row, const uint8_t* q) {
     for (int j = 0; j < 8; j++) std::memcpy(out + 64 * j, q + 4 * j, 4);
     return;
   }
-  if constexpr (bits >= 4 && bits < 8) {
+  if constexpr (bits == 4) {
     for (int v = 0; v < 4; v++) {
-      for (int i = 0; i < 4; i++) out[64 * v + i] = uint8_t((q[4 * v + i] & 15) | q[4 * v + i + 16] << 4);
+      for (int i = 0; i < 4; i++) out[64 * v + i] = uint8_t(q[4 * v + i] | q[4 * v + i + 16] << 4);
     }
   }
-  if constexpr (bits == 2 || bits == 3 || bits == 6) {
-    constexpr int shift = bits == 6 ? 4 : 0, plane = bits == 6 ? Planes<6>::high : 0;
+  if constexpr (bits == 5) {
+    for (int i = 0; i < 4; i++) {
+      const int b5 = q[20 + i], b6 = q[24 + i], b7 = q[28 + i];
+      const int above[5] = {b5 & 7, b5 >> 3 | (b7 >> 3 & 1) << 2, b6 & 7, b6 >> 3 | b7 >> 4 << 2, b7 & 7};
+      for (int v = 0; v < 5; v++) out[64 * v + i] = uint8_t(q[4 * v + i] | above[v] << 5);
+    }
+  }
+  if constexpr (bits == 6) {
+    for (int v = 0; v < 6; v++) {
+      const int block = v / 3 * 4 + v % 3, last = v / 3 * 4 + 3;
+      for (int i = 0; i < 4; i++)
+        out[64 * v + i] = uint8_t(q[4 * block + i] | (q[4 * last + i] >> 2 * (v % 3) & 3) << 6);
+    }
+  }
+  if constexpr (bits == 2 || bits == 3) {
     for (int v = 0; v < 2; v++) {
       for (int i = 0; i < 4; i++) {
         int byte = 0;
-        for (int j = 0; j < 4; j++) byte |= (q[16 * v + 4 * j + i] >> shift & 3) << 2 * j;
-        out[plane + 64 * v + i] = uint8_t(byte);
+        for (int j = 0; j < 4; j++) byte |= (q[16 * v + 4 * j + i] & 3) << 2 * j;
+        out[64 * v + i] = uint8_t(byte);
       }
     }
   }
-  if constexpr (bits == 3 || bits == 5) {
+  if constexpr (bits == 3) {
     for (int i = 0; i < 4; i++) {
       int byte = 0;
-      for (int j = 0; j < 8; j++) byte |= (q[4 * j + i] >> (bits - 1) & 1) << j;
-      out[Planes<bits>::high + i] = uint8_t(byte);
+      for (int j = 0; j < 8; j++) byte |= (q[4 * j + i] >> 2 & 1) << j;
+      out[Planes<3>::high + i] = uint8_t(byte);
     }
   }
 }

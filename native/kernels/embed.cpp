@@ -23,7 +23,7 @@ PL_INLINE int lane_of(i32x16 a, int lane) {  // low 16 bits, see Scales
 template <Format f>
 void quant_row(const uint8_t* panel, int lane, int k, float by, float* out) {
   using S = ShapeOf<f>;
-  const Packed<f> source(panel, k / kGroup);
+  Packed<f> source(panel, k / kGroup);
   uint8_t block[64];
   for (int g = 0; g < k / kGroup; g++) {
     const auto s = source.scales_of(g);
@@ -52,7 +52,7 @@ void quant_row(const uint8_t* panel, int lane, int k, float by, float* out) {
 // FP8: as quant_row, over the values of the codes.
 template <Format f>
 void f8_row(const uint8_t* panel, int lane, int k, float by, float* out) {
-  const Packed<f> source(panel, k / kGroup);
+  Packed<f> source(panel, k / kGroup);
   for (int g = 0; g < k / kGroup; g++) {
     const float d = lane_of(source.scales_of(g).d, lane);
     PL_UNROLL

@@ -123,7 +123,11 @@ PL_INLINE i32x16 pairs_signed(u8x64 w, u8x64 w_abs, __m256i x) {
 }
 PL_INLINE u8x64 abs_quants(u8x64 w) { return {_mm256_abs_epi8(w.lo), _mm256_abs_epi8(w.hi)}; }
 // The factor of a half for madd: the same 16 bits twice in a lane.
-PL_INLINE i32x16 half_factor(i32x16 a) { return join(mask(a, 0xffff), shift(a, 16)); }
+PL_INLINE i32x16 half_factor(i32x16 a) {
+  const __m256i index =
+      _mm256_set_epi64x(0x0d0c0d0c09080908, 0x0504050401000100, 0x0d0c0d0c09080908, 0x0504050401000100);
+  return {_mm256_shuffle_epi8(a.lo, index), _mm256_shuffle_epi8(a.hi, index)};
+}
 // The factors of both halves in the two 16-bit lanes, times `by`.
 PL_INLINE i32x16 both_halves(const i32x16* factor, int by) {
   const __m256i v = _mm256_set1_epi16(int16_t(by));

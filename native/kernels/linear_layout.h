@@ -5,11 +5,14 @@
 // A quantised panel is its quants, group of 32 k after group, then its scale records:
 //   A group holds 8 blocks; block j is 64 bytes [16 rows][4 k] of k = 4j..4j+3 (the order VNNI, maddubs and dotprod
 //   want). Bits of a quant are split in planes of 64 bytes:
-//     nibble plane v (4):   block v in the low, block v+4 in the high nibble       (formats of 4, 5 and 6 bits)
-//     pair plane v (2):     block 4v+i in bits 2i, 2i+1                            (2, 3 and, as bits 4-5, 6 bits)
-//     bit plane (1):        block j in bit j                                       (3 and 5 bits)
-//     byte plane v (8):     block v                                                (8 bits)
-//   in this order: nibbles or pairs of the low bits first, then what lies above.
+//     2 bits  planes v (2):  block 4v+i in bits 2i, 2i+1
+//     3 bits  the same for the low two bits, then a plane of block j's high one in bit j
+//     4 bits  planes v (4):  block v in the low, block v+4 in the high nibble
+//     5 bits  planes v (5):  block v in the low 5 bits; above them block 5 over planes 0, 1, block 6 over 2, 3 (3 bits,
+//                            then 2), and block 7: 3 bits in plane 4, then the top bits of planes 1 and 3
+//     6 bits  planes v (6):  block 0, 1, 2, 4, 5, 6 in the low 6 bits; above them, 2 bits a plane, block 3, then 7
+//     8 bits  planes v (8):  block v
+//   So most blocks of 5 and 6 bits are a load and a mask.
 //   A scale record serves one group (2 or 4 in ours of 64 and 128, 8 in K-quants), each field as [16 rows]:
 //     q4_0 q5_0 q8_0 iq4_nl  d f16
 //     i4_* i8_* f8_*         d f16, for as many groups as the format's own group has
@@ -31,23 +34,23 @@ template <int bits>
 struct Planes;  // byte offsets of the planes in a group
 template <>
 struct Planes<2> {
-  static constexpr int pairs = 0, bytes = 128;
+  static constexpr int bytes = 128;
 };
 template <>
 struct Planes<3> {
-  static constexpr int pairs = 0, high = 128, bytes = 192;
+  static constexpr int high = 128, bytes = 192;
 };
 template <>
 struct Planes<4> {
-  static constexpr int nibbles = 0, bytes = 256;
+  static constexpr int bytes = 256;
 };
 template <>
 struct Planes<5> {
-  static constexpr int nibbles = 0, high = 256, bytes = 320;
+  static constexpr int bytes = 320;
 };
 template <>
 struct Planes<6> {
-  static constexpr int nibbles = 0, high = 256, bytes = 384;
+  static constexpr int bytes = 384;
 };
 template <>
 struct Planes<8> {

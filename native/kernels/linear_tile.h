@@ -159,7 +159,7 @@ template <class Source, int T>
 void quant_tile(const TileArgs& a) {
   using shape = typename Source::shape;
   const int groups = a.k / kGroup;
-  const Source w(a.weight, groups);
+  Source w(a.weight, groups);
   const Q8Rows x(a);
   f32x16 acc[T];
   PL_UNROLL

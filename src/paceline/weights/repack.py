@@ -30,9 +30,7 @@ from paceline.weights.tensor import BLOCK, QTensor, is_finite
 U8 = npt.NDArray[np.uint8]
 
 PANEL = 16  # output rows of a panel
-PACK_VERSION = (
-    1  # of the layout: raise it when a packed byte moves, so that old caches are rewritten
-)
+PACK_VERSION: int = _native.PACK_VERSION  # of the layout of packed panels
 _ALIGN = 64
 _POPULATE_BYTES = 1 << 32  # up to this size a cache is mapped ahead of the first step
 _CHUNK_BYTES = 1 << 20  # of packed panels a thread takes at once
