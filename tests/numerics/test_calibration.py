@@ -16,14 +16,12 @@ from paceline.errors import ModelFormatError, ParameterError
 from paceline.measure.quality import compare_logits, limits_for, sequence_logits
 from paceline.models.base import build_plan
 from paceline.quantize import run
-from paceline.quantize.base import Blocks
-from paceline.quantize.calibration import calibrate, read_calibration
-from paceline.quantize.curvature import Curvature
+from paceline.quantize.calibration import read_calibration
 from paceline.quantize.formats import parse_target
 from paceline.quantize.recipe import new_recipe
 from paceline.quantize.run import Result, quantize
 from paceline.quantize.source import open_source
-from paceline.quantize.staging import Staging
+from paceline.quantize.walk import sites
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import open_checkpoint
 from paceline.weights.encode import encode
@@ -110,14 +108,12 @@ def test_what_a_linear_reads_comes_from_rounded_linears_before_it(
         source, tmp_path / "out", method="gptq", target=parse_target("int4", None, None)
     )
     grams: dict[str, np.ndarray] = {}
-
-    def nothing(name: str, weight: np.ndarray, blocks: Blocks, seen: Curvature) -> np.ndarray:
-        assert seen.gram is not None
-        grams[name] = seen.gram
-        return encode(np.zeros_like(weight), blocks.format, name=name)
-
-    with Staging(tmp_path / "out", identity="a", force=False) as staging:
-        calibrate(source, recipe, staging, read_calibration(text, source), nothing, None)
+    for site in sites(source, recipe, read_calibration(text, source)):
+        for reader in site.readers:
+            weight = dequantize(reader.planned.tensor.load())
+            grams[reader.name] = site.curvature.gram
+            zeros = encode(np.zeros_like(weight), reader.blocks.format, name=reader.name)
+            site.replace(reader, zeros)
     layer = "model.layers.0."
     assert grams[f"{layer}self_attn.q_proj.weight"] is grams[f"{layer}self_attn.v_proj.weight"]
     assert (grams[f"{layer}mlp.gate_proj.weight"] != 0).any()

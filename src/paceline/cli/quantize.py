@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from paceline.quantize.run import Result
     from paceline.quantize.source import Source
 
-METHODS = ("rtn", "gptq")
-UNBUILT_METHODS = ("awq",)
+METHODS = ("rtn", "gptq", "awq")
 
 
 def quantize(
@@ -133,7 +132,7 @@ def quantize(
     chosen = build_method(method, source, target, calibrate, calibrate_tokens, act_order)
     recipe = new_recipe(
         source, out, method=chosen.name, target=target, embeddings=embeddings,
-        settings=chosen.settings,
+        settings=chosen.settings, rewritten=chosen.rewrites(source),
     )  # fmt: skip
     with ProgressBar(out.name) as bar:
         result = write(

@@ -36,6 +36,10 @@ class Method(Protocol):
         """What its bits depend on beside weights and formats; config.json tells of it."""
         ...
 
+    def rewrites(self, source: Source) -> frozenset[str]:
+        """Return the stored names of vectors that it changes, and keeps as f32 in `prepare`."""
+        ...
+
     def prepare(
         self, source: Source, recipe: Recipe, staging: Staging, *, num_threads: int,
         progress: Callable[[int, int], None] | None = None,

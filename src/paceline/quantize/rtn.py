@@ -24,6 +24,10 @@ class RoundToNearest:
     def settings(self) -> dict[str, Any]:
         return {}
 
+    def rewrites(self, source: Source) -> frozenset[str]:
+        """Nothing: all but matrices stays as it is."""
+        return frozenset()
+
     def prepare(
         self, source: Source, recipe: Recipe, staging: Staging, *, num_threads: int,
         progress: Callable[[int, int], None] | None = None,
