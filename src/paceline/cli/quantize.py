@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from paceline.quantize.run import Result
     from paceline.quantize.source import Source
 
-METHODS = ("rtn", "gptq", "awq")
+CALIBRATED = ("gptq", "awq")
+METHODS = ("rtn", *CALIBRATED)
 
 
 def quantize(
@@ -152,24 +153,23 @@ def check_method(
     """Raise ParameterError for a method that is not built, and options that it does not have."""
     from paceline.errors import ParameterError
 
-    if name in UNBUILT_METHODS:
-        raise ParameterError(
-            f"method {name} is not supported yet: choose rtn, or gptq with --calibrate FILE",
-            param="method",
-        )
     if name not in METHODS:
         raise ParameterError(f"method is {name!r}: choose {', '.join(METHODS)}", param="method")
-    if name == "gptq" and calibrate is None:
+    if name in CALIBRATED and calibrate is None:
         raise ParameterError(
-            "method gptq rounds weights for a text: name one with --calibrate FILE",
+            f"method {name} rounds weights for a text: name one with --calibrate FILE",
             param="calibrate",
         )
-    options = {"--calibrate": calibrate, "--calibrate-tokens": calibrate_tokens,
-               "--act-order": act_order}  # fmt: skip
-    for option, value in options.items():
-        if name != "gptq" and value is not None:
+    options = {
+        "--calibrate": (calibrate, CALIBRATED),
+        "--calibrate-tokens": (calibrate_tokens, CALIBRATED),
+        "--act-order": (act_order, ("gptq",)),
+    }  # fmt: skip
+    for option, (value, methods) in options.items():
+        if name not in methods and value is not None:
             raise ParameterError(
-                f"method {name} has no {option}: leave it out, or choose --method gptq",
+                f"method {name} has no {option}: leave it out, or choose --method "
+                f"{' or '.join(methods)}",
                 param=option.strip("-").replace("-", "_"),
             )
 
@@ -184,10 +184,16 @@ def build_method(
 
         return RoundToNearest()
     from paceline.quantize.calibration import DEFAULT_TOKENS, read_calibration
+
+    num_tokens = calibrate_tokens or DEFAULT_TOKENS[name]
+    if name == "awq":
+        from paceline.quantize.awq import Awq
+
+        return Awq(read_calibration(calibrate, source, num_tokens=num_tokens))
     from paceline.quantize.gptq import Gptq, check_target
 
     check_target(target)
-    calibration = read_calibration(calibrate, source, num_tokens=calibrate_tokens or DEFAULT_TOKENS)
+    calibration = read_calibration(calibrate, source, num_tokens=num_tokens)
     return Gptq(calibration, act_order=act_order is not False)
 
 

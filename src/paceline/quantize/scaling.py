@@ -19,7 +19,7 @@ from paceline.weights.tensor import BLOCK, QTensor, dequantize
 EXPONENTS = tuple(i / 20 for i in range(20))
 # What of a group's range is left; before these stands the nearest code, with no regard to inputs.
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6)
-NEAREST = 0
+NEAREST, _UNCUT = 0, 1
 _FARTHEST = 128.0  # a scale's distance from 1: beyond it rows of v and up would leave float16
 _SAMPLE_WEIGHTS = 1 << 19  # of each linear, for the choice of the exponent
 _CHUNK_WEIGHTS = 1 << 21  # of which errors are found at once
@@ -95,7 +95,7 @@ def choose(site: Site, fold: Fold | None, *, num_threads: int) -> list[Choice]:
         weight = dequantize(reader.planned.tensor.load())
         choice, error = _cut_groups(weight, reader, scale, scaled_gram, num_threads)
         plain = _encode(weight, reader, None, num_threads)
-        energy = _errors(weight, gram).sum() or 1.0
+        energy = _energy(weight, gram)
         ours += error / energy
         theirs += _errors(plain - weight, gram).sum() / energy
         choices.append(choice)
@@ -115,31 +115,44 @@ def scale_of(sizes: F32, exponent: float) -> F32:
     return np.clip(scale, 1 / _FARTHEST, _FARTHEST)
 
 
+class _Sample(Struct, frozen=True):
+    """Some rows of a reader's weights, and about their squared output."""
+
+    reader: Reader
+    weight: F32
+    energy: float
+
+
 def _best_scale(site: Site, fold: Fold, gram: F32, num_threads: int) -> F32:
     """Return the scale of the least error over some rows of every reader."""
     samples, limit = [], np.full(len(gram), np.inf, np.float32)
     for reader in site.readers:
         weight = dequantize(reader.planned.tensor.load())
         check_weights(weight, reader.name)
-        largest = np.abs(weight).max(axis=0)
-        limit = np.minimum(limit, MAX_WEIGHT / np.maximum(largest, 1e-30))
-        some = weight[:: max(1, weight.size // _SAMPLE_WEIGHTS)].copy()
-        samples.append((reader, some, _errors(some, gram).sum() or 1.0))
+        limit = np.minimum(limit, MAX_WEIGHT / np.maximum(np.abs(weight).max(axis=0), 1e-30))
+        some = _sample(weight)
+        samples.append(_Sample(reader, some, _energy(some, gram)))
     sizes = fold.shared(site.mean_size())
-    importance = np.diag(gram)
-    best, least = np.ones_like(limit), np.inf
+    best, least = np.ones(len(gram), np.float32), np.inf
     for exponent in EXPONENTS:
         scale = scale_of(sizes, exponent)
-        if (scale > limit).any():
-            continue
-        error = 0.0
-        for reader, weight, energy in samples:
-            scaled = weight * scale
-            values = _encode(scaled, reader, _relative(importance / scale**2), num_threads)
-            error += _errors((values - scaled) / scale, gram).sum() / energy
-        if error < least:
-            best, least = scale, error
+        if (scale <= limit).all():
+            error = _trial(samples, scale, gram, num_threads)
+            if error < least:
+                best, least = scale, error
     return best
+
+
+def _trial(samples: list[_Sample], scale: F32, gram: F32, num_threads: int) -> float:
+    """Return the relative output error of the samples, all together, with this scale."""
+    importance = _relative(np.diag(gram) / scale**2)
+    error = 0.0
+    for sample in samples:
+        scaled: F32 = sample.weight * scale
+        values = _encode(scaled, sample.reader, importance, num_threads)
+        off: F32 = np.divide(values - scaled, scale)
+        error += float(_errors(off, gram).sum()) / sample.energy
+    return error
 
 
 def _cut_groups(
@@ -147,8 +160,8 @@ def _cut_groups(
 ) -> tuple[Choice, float]:
     """Return the choice for a matrix with this scale, and its output error; `gram` is scaled.
 
-    In a group the cut of the least error of the group alone; in a row these, or the nearest codes
-    throughout, whichever has the least error of the whole row.
+    In a group the cut of the least error of the group alone; in a row these, or no cut anywhere,
+    whichever has the least error of the whole row.
     """
     cols = weight.shape[1]
     width = group_width(reader.blocks, cols)
@@ -163,10 +176,10 @@ def _cut_groups(
             offs.append(_encode(cut, reader, importance, num_threads) - scaled)
         chosen = np.argmin([_group_errors(off, gram, width) for off in offs], axis=0)
         mixed = _errors(np.choose(np.repeat(chosen, width, axis=1), offs), gram)
-        nearest = _errors(offs[NEAREST], gram)
-        chosen[nearest <= mixed] = NEAREST
+        uncut = _errors(offs[_UNCUT], gram)
+        chosen[uncut <= mixed] = _UNCUT
         cuts.append(chosen.astype(np.uint8))
-        total += float(np.minimum(mixed, nearest).sum())
+        total += float(np.minimum(mixed, uncut).sum())
     return Choice(scale, importance, np.concatenate(cuts)), total
 
 
@@ -189,6 +202,17 @@ def _errors(off: F32, gram: F32) -> F32:
     """Return what rows of errors [N, K] do to the output: e (XᵀX) eᵀ, [N]."""
     errors: F32 = np.einsum("nk,nk->n", off @ gram, off)
     return errors
+
+
+def _sample(weight: F32) -> F32:
+    """Return rows spread evenly over a matrix."""
+    return weight[:: max(1, weight.size // _SAMPLE_WEIGHTS)].copy()
+
+
+def _energy(weight: F32, gram: F32) -> float:
+    """Return about the squared output of `weight`, all tokens together; 1 where it is 0."""
+    some = _sample(weight)
+    return float(_errors(some, gram).sum()) * len(weight) / len(some) or 1.0
 
 
 def _group_errors(off: F32, gram: F32, width: int) -> F32:
