@@ -5,9 +5,9 @@
 
 A format is FORMAT, FORMAT:GROUP or FORMAT:GROUP:asym; METHOD/FORMAT… is made by that method, gptq
 and awq for the text of --calibrate, or for the prose from --calibrate-from on, which no figure is
-measured over. Per format: bytes of the tensors, perplexity (context 512, second half of each window scored)
-and its ratio to the source's, mean KL(source || format) and top-1 agreement. Activations are f32,
-so the differences are the weights' alone; nothing here depends on how busy the machine is.
+measured over. Per format: bytes of the tensors, perplexity (context 512, second half of each window
+scored) and its ratio to the source's, mean KL(source || format) and top-1 agreement. Activations
+are f32, so the differences are the weights' alone; nothing here depends on how busy the machine is.
 """
 
 from __future__ import annotations

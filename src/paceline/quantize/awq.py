@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from paceline.models.base import build_plan
-from paceline.quantize.base import F32, U8, Blocks
+from paceline.quantize.base import F32, U8, Blocks, float_rows
 from paceline.quantize.calibration import Calibration
-from paceline.quantize.fold import Fold, find_folds
+from paceline.quantize.fold import Fold, divided_vector, find_folds
 from paceline.quantize.scaling import EXPONENTS, RATIOS, Choice, choose, num_bytes, rounded
 from paceline.quantize.walk import Reader, Site, sites
 from paceline.weights.encode import encode
@@ -30,7 +31,6 @@ class Awq:
     """Linears are scaled, cut and rounded for `calibration`; embedding and head to the nearest."""
 
     name = "awq"
-    needs_whole_matrix = True
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
@@ -80,8 +80,8 @@ class Awq:
             if planned.blocks is not None and planned.blocks.format == "f32":
                 vector = dequantize(planned.tensor.load())
                 if name in divisors:
-                    lacking = np.float32(source.norm_offset if name.endswith("norm.weight") else 0)
-                    vector = (vector + lacking) / divisors[name] - lacking
+                    lacking = source.norm_offset if name.endswith("norm.weight") else 0.0
+                    vector = divided_vector(vector, divisors[name], lacking)
                 staging.keep(name, vector.view(np.uint8))
 
     def _settle(self, site: Site, fold: Fold | None, staging: Staging, num_threads: int) -> None:
@@ -94,20 +94,26 @@ class Awq:
                 staging.keep(_key(reader), choice.to_bytes())
         for reader, choice in zip(site.readers, choices, strict=True):
             self._choices[reader.name] = _kept(reader, staging) or choice
-            weight = dequantize(reader.planned.tensor.load())
-            site.replace(
-                reader, self.quantize(reader.name, weight, reader.blocks, num_threads=num_threads)
-            )
+            parts = [
+                self.quantize(
+                    reader.name, weight, reader.blocks, num_threads=num_threads, first_row=first
+                )
+                for first, weight in float_rows(reader.planned.tensor.load())
+            ]
+            site.replace(reader, np.concatenate(parts))
 
-    def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
-        choice = self._choices.get(tensor)
+    def quantize(
+        self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0
+    ) -> U8:
+        choice, rows = self._choices.get(tensor), self._rows.get(tensor)
         if choice is None:
             return encode(
                 weight, blocks.format, name=tensor, by_row=blocks.by_row, num_threads=num_threads
             )
+        part = slice(first_row, first_row + len(weight))
         return rounded(
-            weight, blocks, choice, name=tensor, rows=self._rows.get(tensor),
-            num_threads=num_threads,
+            weight, blocks, replace(choice, cuts=choice.cuts[part]), name=tensor,
+            rows=None if rows is None else rows[part], num_threads=num_threads,
         )  # fmt: skip
 
 

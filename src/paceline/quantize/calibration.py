@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from paceline.quantize.source import Source
 
 WINDOW = 512  # tokens that see each other
-DEFAULT_TOKENS = {"gptq": 8192, "awq": 4096}  # gptq corrects by what inputs correlate with
+DEFAULT_TOKENS = 4096
+GPTQ_TOKENS = 8192  # it corrects by what inputs have in common, and needs to see more of them
 _MAX_CHARACTERS = 1 << 20  # of a long text its beginning is enough
 
 
@@ -34,7 +35,9 @@ class Calibration(Struct, frozen=True):
         }  # fmt: skip
 
 
-def read_calibration(path: Path, source: Source, *, num_tokens: int) -> Calibration:
+def read_calibration(
+    path: Path, source: Source, *, num_tokens: int = DEFAULT_TOKENS
+) -> Calibration:
     """Return windows of the text in `path`, about `num_tokens` in all, spread evenly over it.
 
     Raises ParameterError where the text is not there, is no text, or does not fill one window.

@@ -42,6 +42,20 @@ class Fold(Struct, frozen=True):
         return columns.reshape(-1, self.repeat, self.width)[:, 0].reshape(-1)
 
 
+def scaled_matrix(weight: F32, columns: F32, rows: F32 | None = None) -> F32:
+    """Return `weight` [N, K] for an input that was divided by `columns`, its output by `rows`."""
+    scaled = weight * columns
+    if rows is not None:
+        scaled /= rows[:, None]
+    return scaled
+
+
+def divided_vector(vector: F32, scale: F32, lacking: float = 0.0) -> F32:
+    """Return the stored `vector` divided; the file leaves `lacking` out of every element."""
+    offset = np.float32(lacking)
+    return (vector + offset) / scale - offset
+
+
 def find_folds(plan: Plan, linears: Collection[str]) -> dict[int, Fold]:
     """Map values to their folds: those that only `linears` read, which take up what is divided."""
     uses = Counter(name for op in plan.ops for name in op.weights)

@@ -30,7 +30,6 @@ class Gptq:
     """Linears are rounded for the text of `calibration`; embedding and head to the nearest."""
 
     name = "gptq"
-    needs_whole_matrix = False
 
     def __init__(self, calibration: Calibration, *, act_order: bool = True) -> None:
         self._calibration = calibration
@@ -64,7 +63,9 @@ class Gptq:
                     staging.keep(reader.name, data)
                 site.replace(reader, data)
 
-    def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
+    def quantize(
+        self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0
+    ) -> U8:
         return encode(
             weight, blocks.format, name=tensor, by_row=blocks.by_row, num_threads=num_threads
         )

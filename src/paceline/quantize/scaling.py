@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
-from paceline.quantize.base import F32, U8, Blocks
-from paceline.quantize.fold import Fold
+from paceline.quantize.base import F32, U8, Blocks, float_rows
+from paceline.quantize.curvature import output_energy, output_errors, some_rows
+from paceline.quantize.fold import Fold, scaled_matrix
 from paceline.quantize.grid import group_width
 from paceline.quantize.walk import Reader, Site
 from paceline.weights.encode import MAX_WEIGHT, check_weights, encode
@@ -20,9 +21,8 @@ EXPONENTS = tuple(i / 20 for i in range(20))
 # What of a group's range is left; before these stands the nearest code, with no regard to inputs.
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6)
 NEAREST, _UNCUT = 0, 1
+_LEAST_IMPORTANCE = 0.01  # of a column, relative to the median
 _FARTHEST = 128.0  # a scale's distance from 1: beyond it rows of v and up would leave float16
-_SAMPLE_WEIGHTS = 1 << 19  # of each linear, for the choice of the exponent
-_CHUNK_WEIGHTS = 1 << 21  # of which errors are found at once
 
 
 class Choice(Struct, frozen=True):
@@ -58,20 +58,18 @@ def rounded(
     weight: F32, blocks: Blocks, choice: Choice, *, name: str, num_threads: int,
     rows: F32 | None = None,
 ) -> U8:  # fmt: skip
-    """Return the blocks [N, row_bytes] of `weight` [N, K], its `rows` divided, as chosen."""
-    scaled = weight * choice.columns
-    if rows is not None:
-        scaled /= rows[:, None]
+    """Return the blocks [N, row_bytes] of `weight` [N, K] as chosen, rows divided by `rows`."""
+    scaled = scaled_matrix(weight, choice.columns, rows)
     fmt, by_row = blocks.format, blocks.by_row
-    plain = encode(scaled, fmt, name=name, by_row=by_row, num_threads=num_threads)
     is_cut = choice.cuts != NEAREST
-    if not is_cut.any():
-        return plain
     ratios = np.array([1.0, *RATIOS], np.float32)[choice.cuts]
     data = encode(
         _cut(scaled, ratios), fmt, name=name, by_row=by_row, importance=choice.importance,
         num_threads=num_threads,
     )  # fmt: skip
+    if is_cut.all():
+        return data
+    plain = encode(scaled, fmt, name=name, by_row=by_row, num_threads=num_threads)
     num_blocks = scaled.shape[1] // BLOCK[fmt][0]
     by_block = np.repeat(is_cut, num_blocks // is_cut.shape[1], axis=1)[..., None]
     parts = (part.reshape(len(scaled), num_blocks, -1) for part in (data, plain))
@@ -89,15 +87,11 @@ def choose(site: Site, fold: Fold | None, *, num_threads: int) -> list[Choice]:
     scale = np.ones(len(gram), np.float32)
     if fold is not None:
         scale = _best_scale(site, fold, gram, num_threads)
-    scaled_gram: F32 = (gram / scale) / scale[:, None]
     choices, ours, theirs = [], 0.0, 0.0
     for reader in site.readers:
-        weight = dequantize(reader.planned.tensor.load())
-        choice, error = _cut_groups(weight, reader, scale, scaled_gram, num_threads)
-        plain = _encode(weight, reader, None, num_threads)
-        energy = _energy(weight, gram)
-        ours += error / energy
-        theirs += _errors(plain - weight, gram).sum() / energy
+        choice, error, base = _cut_groups(reader, scale, gram, num_threads)
+        energy = output_energy(some_rows(reader.planned.tensor.load()), gram)
+        ours, theirs = ours + error / energy, theirs + base / energy
         choices.append(choice)
     if ours < theirs:
         return choices
@@ -116,7 +110,7 @@ def scale_of(sizes: F32, exponent: float) -> F32:
 
 
 class _Sample(Struct, frozen=True):
-    """Some rows of a reader's weights, and about their squared output."""
+    """Some rows of a reader's weights, and the energy of their output."""
 
     reader: Reader
     weight: F32
@@ -127,11 +121,12 @@ def _best_scale(site: Site, fold: Fold, gram: F32, num_threads: int) -> F32:
     """Return the scale of the least error over some rows of every reader."""
     samples, limit = [], np.full(len(gram), np.inf, np.float32)
     for reader in site.readers:
-        weight = dequantize(reader.planned.tensor.load())
-        check_weights(weight, reader.name)
-        limit = np.minimum(limit, MAX_WEIGHT / np.maximum(np.abs(weight).max(axis=0), 1e-30))
-        some = _sample(weight)
-        samples.append(_Sample(reader, some, _energy(some, gram)))
+        tensor = reader.planned.tensor.load()
+        for _, weight in float_rows(tensor):
+            check_weights(weight, reader.name)
+            limit = np.minimum(limit, MAX_WEIGHT / np.maximum(np.abs(weight).max(axis=0), 1e-30))
+        some = some_rows(tensor)
+        samples.append(_Sample(reader, some, output_energy(some, gram)))
     sizes = fold.shared(site.mean_size())
     best, least = np.ones(len(gram), np.float32), np.inf
     for exponent in EXPONENTS:
@@ -144,43 +139,45 @@ def _best_scale(site: Site, fold: Fold, gram: F32, num_threads: int) -> F32:
 
 
 def _trial(samples: list[_Sample], scale: F32, gram: F32, num_threads: int) -> float:
-    """Return the relative output error of the samples, all together, with this scale."""
+    """Return the relative output errors of the samples, added up, with this scale."""
     importance = _relative(np.diag(gram) / scale**2)
     error = 0.0
     for sample in samples:
         scaled: F32 = sample.weight * scale
         values = _encode(scaled, sample.reader, importance, num_threads)
         off: F32 = np.divide(values - scaled, scale)
-        error += float(_errors(off, gram).sum()) / sample.energy
+        error += float(output_errors(off, gram).mean()) / sample.energy
     return error
 
 
 def _cut_groups(
-    weight: F32, reader: Reader, scale: F32, gram: F32, num_threads: int
-) -> tuple[Choice, float]:
-    """Return the choice for a matrix with this scale, and its output error; `gram` is scaled.
+    reader: Reader, scale: F32, gram: F32, num_threads: int
+) -> tuple[Choice, float, float]:
+    """Return the choice for a matrix with this scale, its mean row's output error, and that of RTN.
 
     In a group the cut of the least error of the group alone; in a row these, or no cut anywhere,
     whichever has the least error of the whole row.
     """
-    cols = weight.shape[1]
+    rows, cols = reader.planned.tensor.shape
     width = group_width(reader.blocks, cols)
-    importance = _relative(np.diag(gram))
-    cuts, total = [], 0.0
-    step = max(1, _CHUNK_WEIGHTS // cols)
-    for start in range(0, len(weight), step):
-        scaled = weight[start : start + step] * scale
+    scaled_gram: F32 = (gram / scale) / scale[:, None]
+    importance = _relative(np.diag(scaled_gram))
+    cuts, ours, theirs = [], 0.0, 0.0
+    for _, weight in float_rows(reader.planned.tensor.load()):
+        scaled: F32 = weight * scale
         offs = [_encode(scaled, reader, None, num_threads) - scaled]
         for ratio in RATIOS:
             cut = _cut(scaled, np.full((len(scaled), cols // width), ratio, np.float32))
             offs.append(_encode(cut, reader, importance, num_threads) - scaled)
-        chosen = np.argmin([_group_errors(off, gram, width) for off in offs], axis=0)
-        mixed = _errors(np.choose(np.repeat(chosen, width, axis=1), offs), gram)
-        uncut = _errors(offs[_UNCUT], gram)
+        chosen = np.argmin([_group_errors(off, scaled_gram, width) for off in offs], axis=0)
+        mixed = output_errors(np.choose(np.repeat(chosen, width, axis=1), offs), scaled_gram)
+        uncut = output_errors(offs[_UNCUT], scaled_gram)
         chosen[uncut <= mixed] = _UNCUT
         cuts.append(chosen.astype(np.uint8))
-        total += float(np.minimum(mixed, uncut).sum())
-    return Choice(scale, importance, np.concatenate(cuts)), total
+        ours += float(np.minimum(mixed, uncut).sum())
+        nearest = _encode(weight, reader, None, num_threads)
+        theirs += float(output_errors(nearest - weight, gram).sum())
+    return Choice(scale, importance, np.concatenate(cuts)), ours / rows, theirs / rows
 
 
 def _cut(weight: F32, ratios: F32) -> F32:
@@ -192,27 +189,16 @@ def _cut(weight: F32, ratios: F32) -> F32:
 
 
 def _relative(importance: F32) -> F32:
-    """Return the importance of columns, the largest 1; all alike where no input is used."""
-    most = importance.max()
-    relative: F32 = (importance / most if most > 0 else np.ones_like(importance)).astype(np.float32)
+    """Return the importance of columns, the largest 1; all alike where no input is used.
+
+    Columns that the text hardly uses count a little: else their codes would be anything.
+    """
+    used = importance[importance > 0]
+    if not used.size:
+        return np.ones(len(importance), np.float32)
+    floored = np.maximum(importance, _LEAST_IMPORTANCE * np.median(used))
+    relative: F32 = (floored / floored.max()).astype(np.float32)
     return relative
-
-
-def _errors(off: F32, gram: F32) -> F32:
-    """Return what rows of errors [N, K] do to the output: e (XᵀX) eᵀ, [N]."""
-    errors: F32 = np.einsum("nk,nk->n", off @ gram, off)
-    return errors
-
-
-def _sample(weight: F32) -> F32:
-    """Return rows spread evenly over a matrix."""
-    return weight[:: max(1, weight.size // _SAMPLE_WEIGHTS)].copy()
-
-
-def _energy(weight: F32, gram: F32) -> float:
-    """Return about the squared output of `weight`, all tokens together; 1 where it is 0."""
-    some = _sample(weight)
-    return float(_errors(some, gram).sum()) * len(weight) / len(some) or 1.0
 
 
 def _group_errors(off: F32, gram: F32, width: int) -> F32:
