@@ -2,8 +2,9 @@
 
 Three checks against scripted servers in processes of their own:
 - truth: 200 answers with random TTFTs and gaps; every figure against the times at which the server
-  wrote (both read one clock); a TTFT is right between the beginning and the end of that write.
-  What the server took to read a request is told apart;
+  wrote (both read one clock). A write happens between its beginning and its end, so a figure is
+  right within what these allow (`bench_truth.py`). What the server took to read a request is told
+  apart;
 - streams: 500 streams at once, 20 tokens/s each; the client's CPU share and its lag;
 - memory: a million tokens; the growth of the client's resident memory.
 
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench_truth import Truth
 
 from paceline.bench.arrivals import Arrivals, Closed, Gamma
 from paceline.bench.load import Limits
@@ -105,55 +108,28 @@ def run(
 
 
 def check_truth(log: Path) -> dict[str, Any]:
-    """Return the errors (ms) of TTFT, gaps and TPOT, and how late the server itself was."""
+    """Return the errors (ms) of TTFT, gaps and TPOT, and how exactly the server knows the truth."""
     stage, served, epoch = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
     lines = [json.loads(line) for line in log.read_text().splitlines()][:-1]
-    errors: dict[str, list[float]] = {"ttft_ms": [], "gap_ms": [], "tpot_ms": []}
-    reading_ms: list[float] = []
     served.sort(key=lambda item: item[1])
-    lines.sort(key=lambda line: line["scheduled_s"])
     workload = build_workload("synthetic:input=8,output=8")
     texts = {workload.conversation("0/[] round 0", i).turns[0].messages[0]["content"]: i
              for i in range(200)}  # fmt: skip
-    num_merged = allowed = 0
     by_id = {line["id"]: line for line in lines}
+    truth = Truth()
     for number, (text, came_at, begun_at, written_at) in enumerate(served):
-        line = by_id[texts[text]]
-        script = random_script(number)
-        times = [written_at[i] for i in script.texts]
-        gaps = [b - a for a, b in itertools.pairwise(times)]
-        due = epoch + line["scheduled_s"]
-        low, high = (1e3 * (moments[script.texts[0]] - due) for moments in (begun_at, written_at))
-        error = line["ttft_ms"] - min(max(line["ttft_ms"], low), high)
-        errors["ttft_ms"].append(error)
-        allowed += abs(error) <= max(1.0, 0.01 * low)
-        connected = due + 1e-3 * (line["lag_ms"] + line["connect_ms"])
-        reading_ms.append(1e3 * (came_at - connected))
-        if len(line["gaps_ms"]) < len(gaps):  # two writes came in one packet: one arrival
-            num_merged += 1
-            continue
-        errors["gap_ms"] += [g - 1e3 * t for g, t in zip(line["gaps_ms"], gaps, strict=True)]
-        errors["tpot_ms"].append(line["tpot_ms"] - 1e3 * (times[-1] - times[0]) / len(gaps))
-    report: dict[str, Any] = {
-        "requests": len(served), "with_merged_writes": num_merged,
-        "ttft_within_1_ms_or_1_percent": allowed,
-        "server_read_ms": {"median": statistics.median(reading_ms), "worst": max(reading_ms)},
-    }  # fmt: skip
-    for name, values in errors.items():
-        sizes = sorted(abs(value) for value in values)
-        report[name] = {
-            "median_error": statistics.median(sizes),
-            "p99_error": sizes[int(0.99 * len(sizes))],
-            "worst_error": sizes[-1],
-        }
+        spans = [(begun_at[i], written_at[i]) for i in random_script(number).texts]
+        truth.add(by_id[texts[text]], spans, came_at=came_at, epoch=epoch)
     true_gaps = [
         1e3 * (b - a) for *_, moments in served for a, b in itertools.pairwise(moments[1:-1])
     ]
-    report["itl_mean"] = {
-        "reported": stage["latency_ms"]["itl"]["mean"]["value"],
-        "true": statistics.mean(true_gaps),
+    return {
+        **truth.report(),
+        "itl_mean": {
+            "reported": stage["latency_ms"]["itl"]["mean"]["value"],
+            "true": statistics.mean(true_gaps),
+        },
     }
-    return report
 
 
 def check_streams(log: Path, num_streams: int = 500) -> dict[str, Any]:

@@ -1,243 +1,198 @@
 """Ledgers with each part as the bottleneck, made on purpose. docs/ledger.md shows its output.
 
-    python benchmarks/ledger_examples.py MODEL [--json FILE]
+    python benchmarks/ledger_examples.py MODEL [--json FILE] [--only PART …]
+    python benchmarks/ledger_examples.py --json FILE --into docs/ledger.md
 
 Each example starts `paceline serve MODEL` with the options it names, causes one kind of delay, and
-prints the ledger of the call that suffered it.
+prints the ledger of the call that suffered it. With --json those that FILE has already are not made
+again, unless --only names them: a run may be broken off and continued. `--into` puts the table of
+FILE in the place of the one in a document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import socket
-import subprocess
-import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WORD = "word "
+import ledger_causes as causes
+from ledger_server import Server, serving
+
 _RESULT_KEYS = ("outcome", "wall_ms", "ttft_ms", "tpot_ms", "parts_ms", "blame")
+_HEADER = "| the bottleneck | what was done | wall | its parts (1.5 % and more) | what helps |"
 
 
-class Server:
-    """A running server, and what the examples say to it."""
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """`cause` makes the call "example" on a server with `options`; `done` and `helps` are told.
 
-    def __init__(self, url: str, model: str) -> None:
-        self.url, self.model = url, model
+    In options {model} is the model's path, {folder} an empty folder.
+    """
 
-    def complete(self, name: str, **body: Any) -> None:
-        content = self._body(body)
-        headers = {"content-type": "application/json", "x-request-id": name}
-        request = urllib.request.Request(f"{self.url}/v1/completions", content, headers)
-        try:
-            urllib.request.urlopen(request).read()
-        except urllib.error.HTTPError as error:  # an example may be about a refusal
-            error.read()
-
-    def start(self, name: str, **body: Any) -> threading.Thread:
-        thread = threading.Thread(target=self.complete, args=(name,), kwargs=body)
-        thread.start()
-        return thread
-
-    def connect(self, name: str, body: dict[str, Any], *, receive_bytes: int = 0) -> Connection:
-        content = self._body(body)
-        connection = socket.socket()
-        if receive_bytes:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        host, port = self.url.removeprefix("http://").split(":")
-        connection.connect((host, int(port)))
-        path = "chat/completions" if "messages" in body else "completions"
-        head = (
-            f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nX-Request-Id: {name}\r\n"
-            f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-        )
-        return Connection(connection, head.encode(), content)
-
-    def ledger(self, name: str) -> dict[str, Any]:
-        for _ in range(100):
-            try:
-                reply = urllib.request.urlopen(f"{self.url}/v1/requests/{name}/timeline").read()
-                call = dict(json.loads(reply))
-                if call["outcome"] != "running":
-                    return call
-            except urllib.error.HTTPError:
-                pass
-            time.sleep(0.05)
-        raise SystemExit(f"the call {name} did not end")
-
-    def _body(self, body: dict[str, Any]) -> bytes:
-        return json.dumps({"model": self.model, "temperature": 0, **body}).encode()
+    cause: Callable[[Server], None]
+    done: str
+    helps: str
+    options: str = ""
+    is_cached: bool = False  # the others repeat their prompts, and mean them to be computed
+    has_twin: bool = False  # the same file is served as a second model
 
 
-@dataclass
-class Connection:
-    socket: socket.socket
-    head: bytes
-    content: bytes
-
-    def read_all(self) -> None:
-        while self.socket.recv(1 << 20):
-            pass
-        self.socket.close()
-
-
-def long_prompt(server: Server) -> None:
-    server.complete("example", prompt=WORD * 1500, max_tokens=1)
-
-
-def long_answer(server: Server) -> None:
-    server.complete("example", prompt="Once", max_tokens=150, ignore_eos=True)
-
-
-def prompts_beside(server: Server) -> None:
-    server.complete("alone", prompt="Once", max_tokens=20, ignore_eos=True)
-    stream = server.start("example", prompt="Once", max_tokens=60, ignore_eos=True)
-    time.sleep(0.2)
-    others = [server.start(f"other-{i}", prompt=WORD * 900, max_tokens=1) for i in range(3)]
-    for thread in (stream, *others):
-        thread.join()
-
-
-def prompts_together(server: Server) -> None:
-    first = server.start("first", prompt=WORD * 60, max_tokens=1)
-    time.sleep(0.03)  # the others arrive while its step runs, and share the next one
-    names = ["example", *(f"other-{i}" for i in range(7))]
-    threads = [first, *(server.start(n, prompt=WORD * 60, max_tokens=1) for n in names)]
-    for thread in threads:
-        thread.join()
-
-
-def streams_beside(server: Server) -> None:
-    server.complete("alone", prompt="Once", max_tokens=20, ignore_eos=True)
-    names = ["example", *(f"other-{i}" for i in range(15))]
-    threads = [server.start(n, prompt=n, max_tokens=60, ignore_eos=True) for n in names]
-    for thread in threads:
-        thread.join()
-
-
-def one_seat(server: Server) -> None:
-    first = server.start("first", prompt="Once", max_tokens=100, ignore_eos=True)
-    time.sleep(0.2)
-    server.complete("example", prompt="Once", max_tokens=5)
-    first.join()
-
-
-def little_memory(server: Server) -> None:
-    first = server.start("first", prompt=WORD * 400, max_tokens=80, ignore_eos=True)
-    time.sleep(0.2)
-    server.complete("example", prompt=WORD * 400, max_tokens=5)
-    first.join()
-
-
-def outgrown_memory(server: Server) -> None:
-    names = ("first", "example")
-    threads = []
-    for name in names:
-        threads.append(server.start(name, prompt=WORD * 330, max_tokens=90, ignore_eos=True))
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-
-
-def slow_upload(server: Server) -> None:
-    connection = server.connect("example", {"prompt": WORD * 100, "max_tokens": 1})
-    connection.socket.sendall(connection.head)
-    for begin in range(0, len(connection.content), 100):
-        connection.socket.sendall(connection.content[begin : begin + 100])
-        time.sleep(0.5)
-    connection.read_all()
-
-
-def slow_reader(server: Server) -> None:
-    # The kernel takes some 3 MB of an answer before the server feels that nobody reads.
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "n": 8,
-            "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}  # fmt: skip
-    connection = server.connect("example", body, receive_bytes=4096)
-    connection.socket.sendall(connection.head + connection.content)
-    time.sleep(40)
-    connection.read_all()
-
-
-def too_long(server: Server) -> None:
-    server.complete("example", prompt=WORD * 12_000, max_tokens=1)
+EXAMPLES = {
+    "load": Example(
+        cause=causes.unloaded_model, has_twin=True,
+        done="the first call for the second of two models",
+        helps="memory for both: who is unloaded is loaded again"),
+    "receive": Example(
+        cause=causes.slow_upload, done="a body sent in pieces, half a second apart",
+        helps="the client's network"),
+    "parse": Example(
+        cause=causes.big_nonsense, done="500,000 prompts, the last of a wrong type: refused",
+        helps="the client's bug"),
+    "template": Example(
+        cause=causes.slow_template, options="--chat-template {folder}/slow.jinja",
+        done="a chat template that loops 3,000 times for each of 20 letters",
+        helps="a simpler template"),
+    "tokenise": Example(
+        cause=causes.too_long, done="12,000 words into a context of 8,192: refused",
+        helps="cut prompts before sending"),
+    "handoff": Example(
+        cause=causes.token_beside_bodies, done="one token, while four clients send bodies of 15 MB",
+        helps="smaller bodies; the event loop waits for the GIL"),
+    "queue_budget": Example(
+        cause=causes.one_seat, options="--max-num-seqs 1",
+        done="`--max-num-seqs 1`, and another's answer runs", helps="more seats"),
+    "queue_kv": Example(
+        cause=causes.little_memory, options="--kv-memory 12M",
+        done="`--kv-memory 12M`, and another holds it",
+        helps="more memory, `--kv-dtype int8`, a shorter `--max-model-len`"),
+    "queue_prefix": Example(
+        cause=causes.same_prompt_ahead, is_cached=True, options="--max-batched-tokens 2048",
+        done="another call computes the same 1,500 words, `--max-batched-tokens 2048`",
+        helps="it is help: computed once instead of twice; `paceline cache warm`"),
+    "turn": Example(
+        cause=causes.other_model_computes, has_twin=True,
+        done="a stream; the server's other model computes 3,000 words",
+        helps="a smaller `--max-batched-tokens`: shorter turns; a server for each"),
+    "cache_lookup": Example(
+        cause=causes.from_disk, is_cached=True,
+        options="--kv-memory 40M --kv-tier disk:path={folder}/kv,size=1G",
+        done="1,500 words come back from disk, `--kv-memory 40M --kv-tier disk:…`",
+        helps="more `--kv-memory`; computing them takes longer"),
+    "prefill": Example(
+        cause=causes.long_prompt, done="a prompt of 1,500 words, one token back",
+        helps="TTFT is this; a shorter prompt, or a faster machine"),
+    "prefill_others": Example(
+        cause=causes.prompts_together, done="one of eight prompts of 60 words in one step",
+        helps="a smaller `--max-batched-tokens`: they take turns"),
+    "recompute": Example(
+        cause=causes.pushed_aside, options="--policy priority --max-num-seqs 1",
+        done="`--policy priority --max-num-seqs 1`; six that matter more push it aside",
+        helps="seats and memory for all, the prefix cache (off here)"),
+    "preemption": Example(
+        cause=causes.outgrown_memory, options="--kv-memory 18M",
+        done="`--kv-memory 18M`; two answers outgrow it", helps="more memory; fewer seats"),
+    "decode": Example(
+        cause=causes.long_answer, done="150 tokens from one stream", helps="TPOT is this"),
+    "decode_others (prompts)": Example(
+        cause=causes.prompts_beside, done="a stream; three prompts of 900 words arrive",
+        helps="`--policy slo:step_ms=50` bounds a step"),
+    "decode_others (streams)": Example(
+        cause=causes.streams_beside, done="one of 16 streams",
+        helps="fewer at once: `--max-num-seqs`"),
+    "draft": Example(
+        cause=causes.guesses, options="--speculate draft:model={model}",
+        done="the model drafts for itself: `--speculate draft:model=…`",
+        helps="a draft model that is much smaller, or `ngram`"),
+    "verify": Example(
+        cause=causes.guesses, options="--speculate ngram",
+        done="`--speculate ngram` on text that repeats itself",
+        helps="right guesses are cheaper than steps; wrong ones are `blame`'s"),
+    "gil_wait": Example(
+        cause=causes.stream_beside_bodies, done="a stream; four clients send bodies of 15 MB",
+        helps="smaller bodies; another server for them"),
+    "grammar": Example(
+        cause=causes.first_structure, done="the first JSON schema that the server sees, 20 tokens",
+        helps="ask for one before the first user does"),
+    "sample": Example(
+        cause=causes.many_choices, done="`n` 32, penalties, 20 log-probabilities",
+        helps="fewer log-probabilities"),
+    "detokenise": Example(
+        cause=causes.many_stops, done="`n` 32, four stop strings", helps="fewer choices"),
+    "engine": Example(
+        cause=causes.one_token, is_cached=True, done="one token after one token of prompt",
+        helps="nothing: it is 1 ms"),
+    "send": Example(
+        cause=causes.slow_reader, done="nobody reads the answer for 40 s",
+        helps="the client's reader"),
+}  # fmt: skip
 
 
-def big_nonsense(server: Server) -> None:
-    server.complete("example", prompt=WORD * 400_000, no_such_field=1)
+def run(example: Example, model: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the ledger of the example's call, and the options that its server had."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "slow.jinja").write_text(causes.SLOW_TEMPLATE)
+        twin = Path(folder) / f"{causes.TWIN}.gguf"
+        twin.symlink_to(Path(model).resolve())
+        options = example.options.format(model=model, folder=folder).split()
+        options += [] if example.is_cached else ["--no-prefix-cache"]
+        with serving([model, *([str(twin)] if example.has_twin else [])], options) as server:
+            example.cause(server)
+            return server.ledger("example"), options
 
 
-def many_choices(server: Server) -> None:
-    server.complete("example", prompt="Once", max_tokens=30, n=32, temperature=1.5, top_p=0.99,
-                    repetition_penalty=1.2, logprobs=20, ignore_eos=True)  # fmt: skip
+def shares(result: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return (part, share of the wall time), the largest first."""
+    parts = ((part, ms / result["wall_ms"]) for part, ms in result["parts_ms"].items())
+    return sorted(parts, key=lambda item: -item[1])
 
 
-# example -> (what it does, the server's options, the cause)
-EXAMPLES: dict[str, tuple[list[str], Callable[[Server], None]]] = {
-    "prefill": ([], long_prompt),
-    "decode": ([], long_answer),
-    "decode_others (prompts)": ([], prompts_beside),
-    "decode_others (streams)": ([], streams_beside),
-    "prefill_others": ([], prompts_together),
-    "queue_budget": (["--max-num-seqs", "1"], one_seat),
-    "queue_kv": (["--kv-memory", "12M"], little_memory),
-    "preemption": (["--kv-memory", "18M"], outgrown_memory),
-    "receive": ([], slow_upload),
-    "send": ([], slow_reader),
-    "tokenise": ([], too_long),
-    "parse": ([], big_nonsense),
-    "sample": ([], many_choices),
-}
+def table(results: dict[str, Any]) -> str:
+    """Return the rows that docs/ledger.md shows, in the order of EXAMPLES."""
+    rows = [_HEADER, "|---|---|---|---|---|"]
+    for name, example in EXAMPLES.items():
+        if name not in results:
+            continue
+        wall = results[name]["wall_ms"]
+        told = f"{wall / 1e3:.1f} s" if wall >= 995 else f"{wall:.0f} ms"
+        found = shares(results[name])
+        parts = ", ".join(f"{part} {share:.0%}" for part, share in found if share >= 0.015)
+        is_bottleneck = name.split()[0] in (found[0][0], "preemption")  # that is several parts
+        note = "" if is_bottleneck else ", as large as it gets"
+        rows.append(f"| `{name}`{note} | {example.done} | {told} | {parts} | {example.helps} |")
+    return "\n".join(rows) + "\n"
 
 
-@contextmanager
-def serving(model: str, options: list[str]) -> Iterator[Server]:
-    # The examples repeat their prompts, and mean them to be computed.
-    command = [sys.executable, "-m", "paceline", "serve", model, "--port", "0",
-               "--no-prefix-cache", *options]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if " serving " in line:
-                name, address = line.split(" serving ")[1].split(" on ")
-                threading.Thread(target=process.stderr.read, daemon=True).start()
-                yield Server(address.strip().removesuffix("/v1"), name)
-                return
-        raise SystemExit(f"the server did not start: {' '.join(command)}")
-    finally:
-        process.terminate()
-        process.wait()
+def put_into(document: Path, text: str) -> None:
+    """Replace the table that begins with our header, up to the first empty line."""
+    before, found, rest = document.read_text().partition(_HEADER)
+    if not found:
+        raise SystemExit(f"{document} has no line {_HEADER!r}: put it where the table shall be")
+    _, _, after = rest.partition("\n\n")
+    document.write_text(f"{before}{text}\n{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("--only", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("model", nargs="?", help="without one nothing is run")
+    parser.add_argument("--only", nargs="+", choices=list(EXAMPLES))
+    parser.add_argument("--json", type=Path, help="takes the results; keeps what it has")
+    parser.add_argument("--into", type=Path, help="a document whose table is replaced")
     args = parser.parse_args()
-    results = {}
-    for example in args.only:
-        options, cause = EXAMPLES[example]
-        with serving(args.model, options) as server:
-            cause(server)
-            ledger = server.ledger("example")
-        results[example] = {
-            "options": options, **{key: ledger.get(key) for key in _RESULT_KEYS},
-        }  # fmt: skip
-        wall = ledger["wall_ms"]
-        shares = sorted(ledger["parts_ms"].items(), key=lambda item: -item[1])
-        shown = ", ".join(f"{part} {ms:.1f} ({ms / wall:.0%})" for part, ms in shares[:5])
-        print(f"{example:24} {wall:8.1f} ms: {shown}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    missing = [name for name in EXAMPLES if name not in results]
+    for name in (args.only or missing) if args.model else ():
+        ledger, options = run(EXAMPLES[name], args.model)
+        results[name] = {"options": options, **{key: ledger.get(key) for key in _RESULT_KEYS}}
+        shown = ", ".join(f"{part} {share:.0%}" for part, share in shares(results[name])[:5])
+        print(f"{name:24} {ledger['wall_ms']:8.1f} ms: {shown}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    if args.into:
+        put_into(args.into, table(results))
 
 
 if __name__ == "__main__":

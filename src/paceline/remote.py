@@ -44,6 +44,11 @@ def fetch_trace(base: str, last_s: float, headers: Mapping[str, str], *, model: 
     )
 
 
+def fetch_models(base: str, headers: Mapping[str, str]) -> bytes:
+    """Return what the server at `base` says of its models."""
+    return send(f"{base}/v1/models", headers)
+
+
 def send(
     address: str,
     headers: Mapping[str, str],

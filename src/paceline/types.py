@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
 MAX_N = 128
+_MAX_SHOWN = 80  # characters of a value in a message
 _MAX_COUNT = 2**53  # of tokens: what a float still counts exactly
 MAX_STOP_CHARS = 1024  # of one stop string: matching costs up to its length a token
 
 
 def _require(ok: bool, param: str, value: object, rule: str) -> None:
     if not ok:
-        raise ParameterError(f"{param} is {value!r}: it must be {rule}", param=param)
+        shown = repr(value)[:_MAX_SHOWN]
+        raise ParameterError(f"{param} is {shown}: it must be {rule}", param=param)
 
 
 class Structured(Struct, frozen=True, kw_only=True):

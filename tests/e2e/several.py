@@ -59,7 +59,8 @@ class SeveralServer(HttpServer):
         )
         wanted = Wanted(
             models=read_aliases(models, aliases), config=config, limits=limits or Limits(),
-            num_tenants=1, pooling=None, chat_template=None, memory=None,
+            num_tenants=1, pooling=None, weights="file", chat_template=None,
+            memory=None,
         )  # fmt: skip
         memory = CallMemory()
         self.calls = memory.calls

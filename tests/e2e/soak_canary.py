@@ -11,6 +11,7 @@ import http.client
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -26,15 +27,19 @@ class Canary:
         self.songs: list[dict[str, Any]] = []
 
     def __enter__(self) -> Canary:
+        self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True,
+        )  # fmt: skip
         self._first = self._process.stdout.readline()
         return self
 
     def __exit__(self, *_: object) -> None:
         rest, _ = self._process.communicate(timeout=600)
-        assert self._process.returncode == 0, "the canary died"
+        with self._errors as errors:
+            errors.seek(0)
+            assert self._process.returncode == 0, f"the canary died: {errors.read()}"
         self.songs = [json.loads(line) for line in (self._first + rest).splitlines()]
 
     @property
@@ -71,10 +76,29 @@ class Pulse:
         return longest_s * 1e3
 
 
+def ask(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
+    """Send a call on a connection that may have been closed since the last one: then on a new one.
+
+    A server closes what is idle for some seconds, and a machine can stop the canary for so long
+    between two songs. Who keeps connections must expect it (RFC 9112, 9.3.1); a connection that
+    had no answer before is no such case, nor is one that ends within an answer.
+    """
+    headers = {"content-type": "application/json"}
+    is_kept = connection.sock is not None
+    try:
+        connection.request("POST", "/v1/completions", body, headers)
+        return connection.getresponse()
+    except ConnectionError:  # RemoteDisconnected among them
+        if not is_kept:
+            raise
+    connection.close()
+    connection.request("POST", "/v1/completions", body, headers)
+    return connection.getresponse()
+
+
 def sing(connection: http.client.HTTPConnection, body: bytes) -> dict[str, Any]:
     """Stream one answer; a gap is between two arrivals of it, the wait for the first is none."""
-    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-    response = connection.getresponse()
+    response = ask(connection, body)
     assert response.status == 200, response.read()
     raw, last_ns, longest_ns = b"", 0, 0
     while piece := response.read1(65536):

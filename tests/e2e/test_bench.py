@@ -23,7 +23,8 @@ from tests.fake_server import (
     usage,
 )
 
-TOLERANCE_MS = 20.0  # to the moments at which the server wrote, which may be late by more
+OWN_MS = 1.0  # that the client may be wrong beyond what the server knows of its own writes
+READING_MS = 20.0  # that the server may take, beside, to find out that it is asked
 
 
 def bench(*arguments: str, code: int = 0, **settings) -> dict:
@@ -36,6 +37,20 @@ def bench(*arguments: str, code: int = 0, **settings) -> dict:
 def gaps_ms(served, steps) -> list[float]:
     """Return the milliseconds between the moments at which the server wrote these steps."""
     return [1e3 * (b - a) for a, b in itertools.pairwise(served.written_at[i] for i in steps)]
+
+
+def assert_true(measured_ms, served, steps, *, end=-1) -> None:
+    """The gaps are those between the writes of these steps, as exactly as the server knows them.
+
+    A write happens between its beginning and its end, which a loaded machine pulls apart. The
+    last step may come in one packet with what was written after it, up to the step `end`.
+    """
+    spans = [(served.begun_at[i], served.written_at[i]) for i in steps]
+    spans[-1] = spans[-1][0], served.written_at[end]
+    assert len(measured_ms) == len(spans) - 1
+    for gap, (before, after) in zip(measured_ms, itertools.pairwise(spans), strict=True):
+        least, most = 1e3 * (after[0] - before[1]), 1e3 * (after[1] - before[0])
+        assert least - OWN_MS <= gap <= most + OWN_MS
 
 
 def lines_of(path) -> list[dict]:
@@ -98,14 +113,15 @@ def test_met_01_every_way_of_telling_the_same_stream_gives_the_same_figures(tmp_
     assert [line["outcome"] for line in lines.values()] == ["ok"] * len(names)
     for name, served in zip(VARIANTS, server.served, strict=False):
         line = lines[name]
-        first_ms = 1e3 * (served.written_at[2] - served.came_at)  # a role and a blank before it
         sent_ms = line["lag_ms"] + line["connect_ms"]
-        assert line["ttft_ms"] == pytest.approx(first_ms + sent_ms, abs=TOLERANCE_MS), name
-        gaps = gaps_ms(served, range(2, 12))
-        assert line["gaps_ms"] == pytest.approx(gaps, abs=TOLERANCE_MS), name
+        first_ms = line["ttft_ms"] - sent_ms  # a role and a blank come before it
+        assert first_ms >= 1e3 * (served.begun_at[2] - served.came_at) - OWN_MS, name
+        assert first_ms <= 1e3 * (served.written_at[2] - served.came_at) + READING_MS, name
+        assert_true(line["gaps_ms"], served, range(2, 12))
         tokens = 20 if name == "two tokens in a chunk" else 10
         assert line["output_tokens"] == tokens
-        assert line["tpot_ms"] == pytest.approx(sum(gaps) / (tokens - 1), abs=3), name
+        mean_ms = sum(line["gaps_ms"]) / (tokens - 1)
+        assert line["tpot_ms"] == pytest.approx(mean_ms, abs=0.01), name  # as it is rounded
     assert (lines["one token"]["tpot_ms"], lines["one token"]["gaps_ms"]) == (None, [])
     assert (lines["no token"]["ttft_ms"], lines["no token"]["output_tokens"]) == (None, 0)
     stage = document["stages"][0]
@@ -196,10 +212,11 @@ def test_a_stall_shows_as_one_long_gap_and_a_burst_as_none(tmp_path):
               "--log", str(log))  # fmt: skip
     stalled, bursting = sorted(lines_of(log), key=lambda line: line["id"])
     gaps = gaps_ms(server.served[0], range(len(texts)))
-    assert max(stalled["gaps_ms"]) == pytest.approx(max(gaps), abs=TOLERANCE_MS)
-    assert sum(stalled["gaps_ms"]) == pytest.approx(sum(gaps), abs=TOLERANCE_MS)
+    assert_true([sum(stalled["gaps_ms"])], server.served[0], (0, len(texts) - 1))
+    stall = gaps.index(max(gaps))
+    assert_true([max(stalled["gaps_ms"])], server.served[0], (stall, stall + 1), end=stall + 2)
     assert sorted(stalled["gaps_ms"])[-2] < 0.5 * max(gaps)
-    assert bursting["gaps_ms"] == pytest.approx(gaps_ms(server.served[1], (0, 1)), abs=TOLERANCE_MS)
+    assert_true(bursting["gaps_ms"], server.served[1], (0, 1))
     assert (bursting["output_tokens"], bursting["output_tokens_from"]) == (8, "events")
 
 
@@ -217,7 +234,7 @@ def test_a_server_that_stalls_cannot_hide_the_wait_of_those_behind(tmp_path):
     # The moment of arrival, seen by the server, is the plan plus the lag that is reported.
     sent = [line["scheduled_s"] + line["lag_ms"] / 1e3 for line in lines]
     offsets = [seen - at for seen, at in zip(came, sent, strict=True)]
-    assert max(offsets) - min(offsets) < 0.05
+    assert max(offsets) - min(offsets) < 0.5  # a loaded server finds out late that it is asked
 
 
 def test_ctrl_c_reports_what_was_measured(tmp_path):

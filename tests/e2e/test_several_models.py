@@ -1,5 +1,6 @@
 """Several models in one server: who answers, what is loaded, and what is freed."""
 
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.errors import ModelFormatError
 from tests.e2e.live import ServeProcess, wait_until
 from tests.e2e.several import SPELT, Reader, SeveralServer, spelling_model
+from tests.e2e.test_cli import paceline
 from tests.tiny import random_model, write_gguf
 
 NAMES = ("up", "down")
@@ -365,6 +367,27 @@ def test_reports_are_each_models_own(serve):
     health = server.client.get("/health").json()
     assert (health["model"], list(health["models"])) == ("up", list(NAMES))
     assert health["engine"] == health["models"]["up"]["engine"]
+
+
+def explained(server, *arguments):
+    return paceline("explain", f"localhost:{server.port}", *arguments)
+
+
+def test_explain_tells_of_the_model_that_it_is_asked_for(serve, paths):
+    server = serve(aliases=("other=down",))
+    for name in NAMES:
+        assert server.spells(name)
+    wait_until(lambda: len(server.calls) == 2)
+    for arguments, name in (
+        ((), "up"), (("--model", "down"), "down"), (("--model", "other"), "down"),
+        (("--model", str(paths[1])), "down"),
+    ):  # fmt: skip
+        done = explained(server, "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["explanation"]["server"]["model"] == name
+    refused = explained(server, "--model", "smollm2-135m")
+    assert refused.returncode == 1
+    assert "does not serve: name one of up, down, other" in " ".join(refused.stderr.split())
 
 
 # ---- the command ----

@@ -83,13 +83,34 @@ def test_a_clock_that_was_set_back_makes_no_packet_younger_than_its_reading():
         value = struct.pack("@ll", int(moment), int(moment % 1 * 1e9))
         return [(socket.SOL_SOCKET, packets._SO_TIMESTAMPNS, value)]
 
-    assert packets._age_s(told(time.time() - 5)) == pytest.approx(5, abs=0.5)
-    assert packets._age_s(told(time.time() + 5)) == 0
-    assert packets._age_s([]) == 0
+    now = time.perf_counter()
+    assert packets._received_at(told(time.time() - 500)) == pytest.approx(now - 500, abs=50)
+    assert now <= packets._received_at(told(time.time() + 500)) <= time.perf_counter()
+    assert now <= packets._received_at([]) <= time.perf_counter()
+
+
+def test_a_pause_between_the_readings_of_two_clocks_moves_no_packet(monkeypatch):
+    """A process may lose its CPU anywhere: here for 30 ms before it reads the wall clock, twice."""
+    elapsed, pauses = [0.0], [0.030, 0.030]
+
+    class Clocks:
+        @staticmethod
+        def perf_counter() -> float:
+            return 100.0 + elapsed[0]
+
+        @staticmethod
+        def time() -> float:
+            elapsed[0] += pauses.pop() if pauses else 0.0
+            return 5000.0 + elapsed[0]
+
+    monkeypatch.setattr(packets, "time", Clocks)
+    received = struct.pack("@ll", 4999, 500_000_000)
+    at = packets._received_at([(socket.SOL_SOCKET, packets._SO_TIMESTAMPNS, received)])
+    assert at == pytest.approx(99.5, abs=1e-6)
 
 
 def test_a_clock_that_was_set_forward_puts_no_packet_before_the_connection(run, monkeypatch):
-    monkeypatch.setattr(packets, "_age_s", lambda ancillary: 3600.0)
+    monkeypatch.setattr(packets, "_received_at", lambda ancillary: time.perf_counter() - 3600)
     with FakeServer(lambda number, body: steady(ttft_ms=5, gap_ms=1, tokens=2)) as server:
         answer = Answer(keeps_text=True)
         run(ask(server.url, answer))
@@ -131,17 +152,15 @@ def test_a_server_that_leaves_while_a_long_request_is_sent_ends_the_request(run)
 def test_a_cancelled_request_closes_its_connection(run):
     async def leave(server: FakeServer) -> None:
         asking = asyncio.create_task(ask(server.url, Answer(keeps_text=False)))
-        await asyncio.sleep(0.1)
+        while not server.served:
+            await asyncio.sleep(0.01)
         asking.cancel()
-        for _ in range(100):
-            await asyncio.sleep(0.02)
-            if server.served[0].left_at is not None:
-                return
-        pytest.fail("the server still waits")
+        while server.served[0].left_at is None:
+            await asyncio.sleep(0.01)
 
     hanging = Script(((0, ROLE),), end="hang")
     with FakeServer(lambda number, body: hanging) as server:
-        run(leave(server))
+        run(asyncio.wait_for(leave(server), timeout=60))
 
 
 def test_a_reset_is_a_broken_connection_at_once(run):

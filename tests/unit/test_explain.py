@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import typer
@@ -469,7 +470,12 @@ def test_a_name_of_a_file_is_not_taken_for_a_hosts(tmp_path):
     for address in ("localhost", "10.0.0.5", "pod.example.com", "localhost/v1", "box.log:8000",
                     "http://a.json", "localhost:8000/v1", "[::1]:8000"):  # fmt: skip
         assert not looks_like_file(address), address
-    for source, what in ((tmp_path / "trce.json", "does not exist"), (tmp_path, "is a folder")):
+    os.mkfifo(tmp_path / "pipe.json")
+    for source, what in (
+        (tmp_path / "trce.json", "does not exist"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "pipe.json", "is no regular file"),
+    ):
         with pytest.raises(ParameterError, match=f"file {source} {what}"):
             find_source(
                 str(source), last_s=1.0, api_key=None, model=None, serve="-a", concurrency=1,

@@ -67,14 +67,18 @@ def test_a_name_is_given_once(tmp_path):
         (["small", "large"], {"memory": "lots"}, "'lots' is no size"),
         (["small", "large"], {"memory": "1M"}, "raise --model-memory"),
         (["small", "large"], {"config": EngineConfig(speculate="often")}, "speculate is 'often'"),
-        (["small", "encoder"], {}, "encoder.* embeds texts and writes none: serve it by itself"),
+        (["small", "large"], {"weights": "q8_0"}, "--weights is for models that embed"),
+        (["small"], {"weights": "q8_0"}, "--weights is for models that embed"),
+        (["small", "encoder"], {"memory": "1M"}, "raise --model-memory"),
+        (["encoder", "small"], {"pooling": "first"}, "pooling"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_together_is_refused_before_anything_is_loaded(
     paths, models, options, said
 ):
     given = {str(paths[name]): () for name in models}
-    defaults = {"config": EngineConfig(), "memory": None, "chat_template": None, "pooling": None}
+    defaults = {"config": EngineConfig(), "memory": None, "chat_template": None, "pooling": None,
+                "weights": "file"}  # fmt: skip
     wanted = Wanted(models=given, limits=Limits(), num_tenants=1, **{**defaults, **options})
     with pytest.raises(PacelineError, match=said):
         open_models(wanted)
@@ -118,6 +122,19 @@ def test_where_not_all_weights_fit_each_shares_what_its_own_leave(paths):
     needs = needs_of(paths, EngineConfig(), memory)
     assert needs["large"].kv_bytes <= MIB // 16
     assert needs["small"].num_bytes < memory
+
+
+def test_an_encoder_takes_its_weights_and_the_cache_of_a_step(paths):
+    three = {name: paths[name] for name in ("small", "encoder", "large")}
+    needs = plan_needs(three, EngineConfig(), memory_bytes=64 * MIB)
+    encoder = needs.pop("encoder")
+    assert encoder.max_model_len == 50  # its positions
+    weights = encoder.num_bytes + sum(need.weight_bytes for need in needs.values())
+    share = (64 * MIB - weights) / 2 / 2  # of the two that write
+    for need in needs.values():
+        assert 0.98 * share < need.kv_bytes <= share
+    shorter = plan_needs(three, EngineConfig(max_model_len=20), memory_bytes=64 * MIB)
+    assert shorter["encoder"].max_model_len == 20
 
 
 def test_kv_memory_is_each_models(paths):

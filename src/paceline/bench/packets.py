@@ -17,6 +17,8 @@ _SO_TIMESTAMPNS = 35  # of Linux; Python's socket module does not name it
 _TIMESPEC = struct.Struct("@ll")
 _READ_BYTES = 65536
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_TIMESPEC.size)
+_SAME_MOMENT_S = 20e-6
+_MAX_READINGS = 5
 
 
 class Reader(Protocol):
@@ -105,7 +107,7 @@ class PacketConnection:
             return
         if data:
             # Later than the packet before, also where somebody sets the machine's clock.
-            self._last = max(self._last, time.perf_counter() - _age_s(ancillary))
+            self._last = max(self._last, _received_at(ancillary))
             self._reader.on_data(data, self._last)
         else:
             self._end(None)
@@ -163,11 +165,26 @@ class _Poll:
                 callback()
 
 
-def _age_s(ancillary: list[tuple[int, int, bytes]]) -> float:
-    """Return how long ago the kernel received the packet; 0 where it does not say."""
+def _received_at(ancillary: list[tuple[int, int, bytes]]) -> float:
+    """Return when the kernel received the packet; now where it does not say."""
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value)
+            now, wall = _both_clocks()
             received: float = seconds + 1e-9 * nanoseconds
-            return max(0.0, time.time() - received)
-    return 0.0
+            return now - max(0.0, wall - received)
+    return time.perf_counter()
+
+
+def _both_clocks() -> tuple[float, float]:
+    """Return the monotonic and the wall clock's time at one moment.
+
+    A process that loses its CPU between two readings would see its packets come early by that.
+    """
+    now, wall = time.perf_counter(), time.time()
+    for _ in range(_MAX_READINGS):
+        again = time.perf_counter()
+        if again - now < _SAME_MOMENT_S:
+            break
+        now, wall = again, time.time()
+    return now, wall

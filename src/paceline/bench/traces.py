@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.errors import ParameterError
 
+_MAX_SHOWN_CHARS = 120
 _INPUTS = ("input_length", "input_tokens", "ContextTokens", "num_prefill_tokens")
 _OUTPUTS = ("output_length", "output_tokens", "GeneratedTokens", "num_decode_tokens")
 
@@ -63,7 +64,9 @@ def _time(row: dict[str, Any]) -> float:
         return float(row["at_s"])
     if "timestamp" in row:
         return float(row["timestamp"]) / 1e3
-    return datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+    if "TIMESTAMP" in row:
+        return datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+    raise ValueError(f"a line has no time, but {', '.join(row) or 'nothing'}"[:_MAX_SHOWN_CHARS])
 
 
 def _count(row: dict[str, Any], names: Sequence[str]) -> int | None:

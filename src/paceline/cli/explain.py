@@ -57,7 +57,7 @@ def explain(
             "--model",
             show_default=False,
             help="The server's model, to reckon floors on this machine, to run a workload, and for "
-            "--verify.",
+            "--verify. Of a server of several models: which of them, default its first.",
         ),
     ] = None,
     serve: Annotated[
@@ -99,6 +99,8 @@ def explain(
     **Examples**
 
     - `paceline explain`: the server on this machine, its last five minutes
+
+    - `paceline explain localhost:8000 --model smollm2-135m`: of several models, this one
 
     - `paceline explain trace.json --model smollm2-135m --verify`
 
@@ -156,7 +158,9 @@ def find(
 
     path = Path(source)
     if not path.is_file() and looks_like_file(source):
-        what = "is a folder" if path.is_dir() else "does not exist"
+        what = "does not exist"
+        if path.exists():
+            what = "is a folder" if path.is_dir() else "is no regular file and cannot be read twice"
         raise ParameterError(
             f"the file {source} {what}: name a file, or an address such as http://127.0.0.1:8000"
         )
@@ -172,14 +176,26 @@ def find(
     elif concurrency is not None:
         raise ParameterError("--concurrency is for a workload: what ran came as it came")
     if facts is None:
-        headers = read_headers(api_key, [])
-        facts = sources.from_server(base_address(source), last_s or _LAST_S, headers)
+        headers, base = read_headers(api_key, []), base_address(source)
+        name = "" if model is None else sources.served_name(base, model, headers)
+        facts = sources.from_server(base, last_s or _LAST_S, headers, model=name)
+        if name and model is not None and not is_here(model):
+            model = None  # it is chosen by its name alone: floors are not known
     machine: Machine | None = None
     checkpoint = installed_model(facts) if model is None else open_checkpoint(find_model(model))
     if checkpoint is not None:
         say("the machine's ceilings")
         machine = this_machine_with(checkpoint, facts.server)
     return situation_of(facts, machine), planned
+
+
+def is_here(model: str) -> bool:
+    """Whether a model, called as a server calls it, lies on this disk."""
+    from paceline.catalog import find as find_entry
+    from paceline.catalog.store import is_installed
+
+    entry = find_entry(model)
+    return Path(model).exists() if entry is None else is_installed(entry)
 
 
 def looks_like_file(source: str) -> bool:

@@ -175,9 +175,9 @@ def serve(
     is doing, /metrics tells Prometheus, and /v1/requests/ID/timeline where the time of an
     answer went.
 
-    Of several models the `model` of a request says which answers. The first is loaded at the
-    start, another when it is first asked for, and they compute in turns. The engine's options hold
-    for each of them.
+    Of several models the `model` of a request says which answers. The first that writes is loaded
+    at the start, another when it is first asked for, and they compute in turns. The engine's
+    options hold for each of them. One that embeds texts alone answers /v1/embeddings.
 
     Ctrl-C or SIGTERM stops it: /ready says no, new calls get a 503, and calls in flight have
     --grace seconds to end. A second one ends them at once.
@@ -189,6 +189,8 @@ def serve(
     - `paceline serve all-minilm-l6-v2`  (/v1/embeddings alone)
 
     - `paceline serve qwen2.5-coder-0.5b smollm2-135m --alias gpt-4o-mini=smollm2-135m`
+
+    - `paceline serve smollm2-135m all-minilm-l6-v2 --model-memory 2G`
 
     - `paceline serve ./model.gguf --host 0.0.0.0 --port 9000 --max-num-seqs 8 --kv-memory 1G`
 
@@ -226,10 +228,8 @@ def serve(
             })  # fmt: skip
             _serve_encoder(model, path, config, front, limits, pooling=pooling, weights=weights)
         else:
-            if weights != "file":
-                raise ParameterError("--weights is for models that embed: leave it out")
             wanted = Wanted(
-                models=named, config=config, limits=limits, pooling=pooling,
+                models=named, config=config, limits=limits, pooling=pooling, weights=weights,
                 num_tenants=1 if front.keys is None else front.keys.num_tenants,
                 chat_template=chat_template, memory=model_memory,
             )  # fmt: skip
@@ -278,6 +278,7 @@ def _serve_decoders(
     log = None if access_log is None else AccessLog(access_log)
     provider = otlp_provider() if otel else None
     models = open_models(wanted)
+    page = page and not models.first.is_encoder  # nobody to chat with
     spans = None if provider is None else Spans(provider, model=models.first.name)
     observers = [observer for observer in (log, spans) if observer is not None]
     app = create_models_app(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, structs
 
 from paceline.config import EngineConfig, parse_bytes
-from paceline.errors import ParameterError, UnsupportedModelError
+from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.engine.turns import Turns
     from paceline.measure.recorder import StepRecorder
     from paceline.server.admission import Limits
-    from paceline.server.models.entry import Opened
+    from paceline.server.models.entry import Open, Opened
     from paceline.server.models.models import Models
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
     limits: Limits
     num_tenants: int
     pooling: str | None
+    weights: str  # of those that embed alone
     chat_template: str | None
     memory: str | None
 
@@ -77,6 +78,7 @@ def _open_one(wanted: Wanted) -> Models:
     [(model, aliases)] = wanted.models.items()
     if wanted.memory is not None:
         raise ParameterError("--model-memory is for several models: use --kv-memory for one")
+    _refuse_weights(wanted)
     loaded = load(model, wanted.config, chat_template_file=wanted.chat_template)
     loaded = structs.replace(loaded, aliases=aliases)
     max_waiting = wanted.limits.max_tokens
@@ -87,6 +89,7 @@ def _open_one(wanted: Wanted) -> Models:
 
 def _open_several(wanted: Wanted) -> Models:
     from paceline.cli.loading import find_model, without_gc
+    from paceline.embedding.build import is_encoder
     from paceline.engine.build import display_name
     from paceline.engine.memory import available_memory, format_bytes
     from paceline.engine.turns import Turns
@@ -98,39 +101,56 @@ def _open_several(wanted: Wanted) -> Models:
         raise ParameterError("--chat-template is of one model: serve it by itself")
     if wanted.config.kv_tier is not None:
         raise ParameterError("--kv-tier is of one model: serve it by itself, or leave it out")
-    paths = {model: _decoder(model, find_model(model)) for model in wanted.models}
+    paths = {model: find_model(model) for model in wanted.models}
+    encoders = {model for model, path in paths.items() if is_encoder(path)}
+    if not encoders:
+        _refuse_weights(wanted)
     memory_bytes = available_memory() if wanted.memory is None else parse_bytes(wanted.memory)
     needs = plan_needs(paths, wanted.config, memory_bytes=memory_bytes)
     turns = Turns()
     entries = []
     for model, aliases in wanted.models.items():
         need = needs[model]
-        opening = partial(_open, model, paths[model], wanted, need.available_bytes, turns)
+        opening: Open = (
+            partial(_open_encoder, model, paths[model], wanted, turns)
+            if model in encoders
+            else partial(_open, model, paths[model], wanted, need.available_bytes, turns)
+        )
         entries.append(Entry(
             display_name(model), aliases=aliases, need=need, config=wanted.config,
-            path=paths[model], open=opening,
+            path=paths[model], open=opening, is_encoder=model in encoders,
         ))  # fmt: skip
-    first = entries[0]
-    assert first.open is not None
+    models = Models(
+        entries, limits=wanted.limits, num_tenants=wanted.num_tenants, memory_bytes=memory_bytes
+    )
+    assert models.first.open is not None
     with without_gc():
-        first.opened = first.open(None)
+        models.first.opened = models.first.open(None)
     logger.info(
         "%s for models: %s", format_bytes(memory_bytes),
         ", ".join(f"{e.name} needs {format_bytes(e.need.num_bytes)}" for e in entries),
     )  # fmt: skip
-    return Models(
-        entries, limits=wanted.limits, num_tenants=wanted.num_tenants, memory_bytes=memory_bytes
-    )
+    return models
 
 
-def _decoder(model: str, path: Path) -> Path:
-    from paceline.embedding.build import is_encoder
+def _refuse_weights(wanted: Wanted) -> None:
+    if wanted.weights != "file":
+        raise ParameterError("--weights is for models that embed and write none: leave it out")
 
-    if is_encoder(path):
-        raise UnsupportedModelError(
-            f"{model} embeds texts and writes none: serve it by itself, in a server of its own"
-        )
-    return path
+
+def _open_encoder(
+    model: str, path: Path, wanted: Wanted, turns: Turns, recorder: StepRecorder | None
+) -> Opened:
+    """Load an encoder, which has no engine: no recorder goes on with it."""
+    from paceline.embedding.build import load_encoder_beside
+    from paceline.server.embeddings import Embeddings
+
+    loaded = load_encoder_beside(
+        model, wanted.config, path=path, pooling=wanted.pooling, weights=wanted.weights,
+        turns=turns,
+    )  # fmt: skip
+    loaded = structs.replace(loaded, aliases=wanted.models[model])
+    return Embeddings(loaded, max_waiting=wanted.limits.max_tokens)
 
 
 def _open(

@@ -14,8 +14,9 @@ from paceline.config import EngineConfig
 from paceline.embedding.embedder import Embedder, Shape
 from paceline.embedding.pooling import Pooling, choose_pooling
 from paceline.engine.build import display_name, new_backend
+from paceline.engine.memory import kv_token_bytes
 from paceline.errors import ParameterError, PromptTooLongError
-from paceline.models.base import build_plan
+from paceline.models.base import ModelConfig, build_plan
 from paceline.plan.plan import Plan, sole_output
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import Checkpoint, open_checkpoint
@@ -85,13 +86,57 @@ def load_embedding_model(
 
     Raises ParameterError for options that embedding has no use for.
     """
-    start = time.monotonic()
     checkpoint = open_checkpoint(path)
     if not checkpoint.config.is_causal:
         refuse_unused(config)
     max_len = config.max_model_len or checkpoint.config.max_context
-    chosen = choose_pooling(pooling, path, is_causal=checkpoint.config.is_causal)
-    embedder = open_embedder(checkpoint, config, max_len=max_len, pooling=chosen, weights=weights)
+    return _loaded(model, config, checkpoint, max_len=max_len, pooling=pooling, weights=weights)
+
+
+def load_encoder_beside(
+    model: str, config: EngineConfig, *, path: Path, pooling: str | None, weights: str, turns: Turns
+) -> EmbeddingModel:
+    """Return a loaded encoder that shares the cores with models that write, in `turns`.
+
+    Of `config`, which is theirs, it takes what it has a use for. It reads no more than it has
+    positions, whatever --max-model-len says.
+    """
+    checkpoint = open_checkpoint(path)
+    return _loaded(
+        model, config, checkpoint, max_len=encoder_len(checkpoint.config, config),
+        pooling=pooling, weights=weights, turns=turns,
+    )  # fmt: skip
+
+
+def encoder_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the tokens of a text that an encoder beside other models reads."""
+    return min(config.max_model_len or model.max_context, model.max_context)
+
+
+def encoder_kv_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the size of the KV cache of an encoder beside other models: that of one step."""
+    max_len = encoder_len(model, config)
+    step_tokens = max(config.max_batched_tokens, max_len)
+    shape = Shape(dim=0, max_len=max_len, step_tokens=step_tokens, is_causal=False)
+    kv = shape.kv("f32")
+    return kv.num_blocks * kv.block_size * kv_token_bytes(model, kv.dtype)
+
+
+def _loaded(
+    model: str,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    max_len: int,
+    pooling: str | None,
+    weights: str,
+    turns: Turns | None = None,
+) -> EmbeddingModel:
+    start = time.monotonic()
+    chosen = choose_pooling(pooling, checkpoint.path, is_causal=checkpoint.config.is_causal)
+    embedder = open_embedder(
+        checkpoint, config, max_len=max_len, pooling=chosen, weights=weights, turns=turns
+    )
     loaded = EmbeddingModel(
         name=display_name(model),
         tokenizer=build_tokenizer(checkpoint.tokenizer),

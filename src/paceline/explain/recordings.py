@@ -50,6 +50,19 @@ class Event(Struct):
     dur: float = 0.0  # microseconds
 
 
+class ServedModel(Struct):
+    """A name that a server answers to; an alias has the model's own as its `root`."""
+
+    id: str
+    root: str = ""
+
+
+class ModelsRecord(Struct):
+    """What /v1/models answers."""
+
+    data: list[ServedModel]
+
+
 class AboutTrace(Struct):
     paceline: ServerFacts | None = None
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from paceline.engine.build import display_name
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.facts import CallFacts, Facts, Parts, StepFacts
 from paceline.explain.recordings import (
     CallRecord,
     Event,
+    ModelsRecord,
     RequestRecord,
     Stage,
     StepRecord,
@@ -20,7 +22,7 @@ from paceline.explain.recordings import (
     TraceRecord,
     checked,
 )
-from paceline.remote import fetch_trace
+from paceline.remote import fetch_models, fetch_trace
 
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
 _BEFORE_FIRST = frozenset({
@@ -29,9 +31,30 @@ _BEFORE_FIRST = frozenset({
 })  # fmt: skip
 
 
-def from_server(base: str, last_s: float, headers: Mapping[str, str] | None = None) -> Facts:
-    """Return what the server at `base` did in its last `last_s` seconds."""
-    return from_trace(read_trace(fetch_trace(base, last_s, headers or {}), base), base)
+def from_server(
+    base: str, last_s: float, headers: Mapping[str, str] | None = None, *, model: str = ""
+) -> Facts:
+    """Return what the server's `model`, "" its first, did in its last `last_s` seconds."""
+    trace = fetch_trace(base, last_s, headers or {}, model=model)
+    return from_trace(read_trace(trace, base), base)
+
+
+def served_name(base: str, model: str, headers: Mapping[str, str]) -> str:
+    """Return the name of one of a server's several models, of which `model` is a name or a file.
+
+    "" where the server has but one: its file may have another name here. Raises ParameterError
+    naming the models where it is none of them.
+    """
+    listed = checked(_whole(fetch_models(base, headers)) or {}, ModelsRecord, base).data
+    if sum(not one.root for one in listed) < 2:
+        return ""
+    names = {one.id: one.root or one.id for one in listed}
+    name = model if model in names else display_name(model)
+    if name not in names:
+        raise ParameterError(
+            f"--model is {model!r}, which {base} does not serve: name one of {', '.join(names)}"
+        )
+    return names[name]
 
 
 def from_file(path: Path) -> Facts | None:

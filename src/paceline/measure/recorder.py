@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Struct
-
 from paceline.measure.ledger import Ledger, Part
+from paceline.measure.plain_steps import PlainStep, PlainSteps, book_plain
 from paceline.measure.repeats import PromptRepeats
 from paceline.measure.step_cost import StepCost
 from paceline.measure.steps import Chunk, StepCounters, StepLog, StepRecord
-
-# Readers in other threads are so far behind at most, and a step longer than the second.
-MAX_NOTED = 16  # steps
-MAX_NOTED_NS = 100_000_000
 
 if TYPE_CHECKING:
     from paceline.engine.scheduler import Schedule
@@ -30,20 +25,6 @@ class _Alone(NamedTuple):
     chunk: Chunk
 
 
-class _Plain(Struct, gc=False):
-    """A step like the one before it: what there is to book of it."""
-
-    schedule: Schedule
-    scheduled_ns: int
-    built_ns: int
-    work_ns: int
-    forward_ns: int
-    sampled_ns: int = 0
-    num_sampled: int = 0
-    last_token_ns: int = 0  # of its sequences, before the step
-    end_ns: int = 0
-
-
 class StepRecorder:
     """Divides each step among its sequences, and keeps the latest steps and running totals.
 
@@ -53,8 +34,7 @@ class StepRecorder:
 
     Sequences that decode one token a step all spend a step alike. It is booked once for all of
     them, in a common ledger in which theirs have a share until something happens to them alone.
-    Such steps are noted, and up to MAX_NOTED are booked together: after a step the caches are full
-    of weights, so that the first booking takes ten times what the next ones do.
+    Such steps are noted first, and booked many at a time (`PlainSteps`).
     """
 
     def __init__(self, work: StepWork | None = None) -> None:
@@ -71,9 +51,7 @@ class StepRecorder:
         self._scheduled: list[tuple[Sequence, int]] = []
         self._alone: list[_Alone] = []
         self._is_in_step = False
-        self._noted: list[_Plain] = []
-        self._contexts: list[int] = []  # of the sequences, in the first of those steps
-        self._plain: _Plain | None = None  # the step in progress, while it is like the one before
+        self._plain = PlainSteps()
         # Time in which the queue's head lacked KV memory, up to the last schedule.
         self._short_ns = 0
         self._is_short = False
@@ -94,34 +72,38 @@ class StepRecorder:
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
-        if (
-            schedule.chunks == self._all_sharing
-            and schedule.is_short_of_kv == self._is_short
-            and not schedule.draft_ns
-        ):
-            if not self._noted:
-                self._contexts = [seq.num_computed for seq, _ in schedule.chunks]
-            self._plain = _Plain(schedule, scheduled_ns, built_ns, work_ns, forward_ns)
+        if self._is_plain(schedule):
+            self._plain.begin(PlainStep(schedule, scheduled_ns, built_ns, work_ns, forward_ns))
             return
         self.settle()
         self._ran(schedule, scheduled_ns, built_ns, work_ns, forward_ns)
         self._count_work(*self.counters.count_work(schedule.chunks))
 
+    def _is_plain(self, schedule: Schedule) -> bool:
+        return (
+            schedule.chunks == self._all_sharing
+            and schedule.is_short_of_kv == self._is_short
+            and not schedule.draft_ns
+        )
+
     def settle(self) -> None:
         """Book what is only noted. For the engine's thread, or while there is none."""
-        noted, self._noted = self._noted, []
-        if self._plain is not None:
-            noted.append(self._plain)
-            self._plain = None
-        for num_before, step in enumerate(noted):
-            self._ran(step.schedule, step.scheduled_ns, step.built_ns, step.work_ns,
-                      step.forward_ns)  # fmt: skip
-            contexts = [context + num_before for context in self._contexts]
-            self._count_work(*self.counters.count_decodes(contexts))
-            if step.sampled_ns:
-                self._book_sampled(step.sampled_ns, step.num_sampled, step.last_token_ns)
-            if step.end_ns:
-                self._book_end(step.end_ns)
+        if self._plain.is_empty:
+            return
+        ended, current, contexts = self._plain.take()
+        if ended:
+            self._record = book_plain(
+                ended, contexts, common=self._common, before=self._record, cost=self._cost,
+                counters=self.counters, log=self.log,
+            )  # fmt: skip
+            self._see_queue(ended[-1].schedule)
+            self._common.short_ns = self._short_until(ended[-1].end_ns)
+        if current is not None:  # it turns out to be more than a plain one
+            self._ran(current.schedule, current.scheduled_ns, current.built_ns, current.work_ns,
+                      current.forward_ns)  # fmt: skip
+            self._count_work(*self.counters.count_decodes([n + len(ended) for n in contexts]))
+            if current.sampled_ns:
+                self._book_sampled(current.sampled_ns, current.num_sampled, current.last_token_ns)
 
     def _count_work(self, num_keys: int, kv_bytes: int) -> None:
         self._record.num_keys, self._record.kv_bytes = num_keys, kv_bytes
@@ -130,9 +112,7 @@ class StepRecorder:
         self, schedule: Schedule, scheduled_ns: int, built_ns: int, work_ns: int, forward_ns: int
     ) -> None:
         start_ns = schedule.start_ns
-        if self._is_short:
-            self._short_ns += start_ns - self._schedule_ns
-        self._is_short, self._schedule_ns = schedule.is_short_of_kv, start_ns
+        self._see_queue(schedule)
         duration = work_ns - built_ns
         self._cost.observe(schedule.num_tokens, duration)
         self._scheduled, self._alone = schedule.chunks, []
@@ -167,6 +147,12 @@ class StepRecorder:
             work_ns=work_ns, forward_ns=forward_ns, num_tokens=schedule.num_tokens,
             draft_ns=schedule.draft_ns, chunks=chunks,
         )  # fmt: skip
+
+    def _see_queue(self, schedule: Schedule) -> None:
+        """Count the time since the schedule before this one, if memory was short in it."""
+        if self._is_short:
+            self._short_ns += schedule.start_ns - self._schedule_ns
+        self._is_short, self._schedule_ns = schedule.is_short_of_kv, schedule.start_ns
 
     def _sort(self, schedule: Schedule, built_ns: int) -> tuple[Chunk, ...]:
         """Find out who goes on sharing, and book what the others did until the step."""
@@ -217,10 +203,7 @@ class StepRecorder:
         self._record.masked_ns = now_ns
 
     def sampled(self, seqs: Seq[Sequence], now_ns: int) -> None:
-        plain = self._plain
-        if plain is not None:
-            plain.sampled_ns, plain.num_sampled = now_ns, len(seqs)
-            plain.last_token_ns = seqs[0].last_token_ns
+        if self._plain.sampled(seqs, now_ns):
             return
         if not self._alone:  # all had their last token in the same step
             self._book_sampled(now_ns, len(seqs), seqs[0].last_token_ns)
@@ -285,15 +268,9 @@ class StepRecorder:
                 self._alone.append(_Alone(seq, ledger, chunk))
 
     def committed(self, now_ns: int) -> None:
-        plain = self._plain
-        if plain is None:
+        if self._plain.current is None:
             self._book_end(now_ns)
-            return
-        self._plain = None
-        plain.end_ns = now_ns
-        self._noted.append(plain)
-        since_ns = self._noted[0].schedule.start_ns
-        if len(self._noted) >= MAX_NOTED or now_ns - since_ns > MAX_NOTED_NS:
+        elif self._plain.end(now_ns):
             self.settle()
 
     def _book_end(self, now_ns: int) -> None:

@@ -21,6 +21,7 @@ from paceline.measure.ledger import Part
 from paceline.server.admission import Admission, Limits
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
+from paceline.server.conversation import encode_conversation
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
 from paceline.server.door import cache_salt, tenant
@@ -130,7 +131,8 @@ class Answers:
         self, request: ChatRequest, use: ToolUse | None, call: Call
     ) -> list[list[int]]:
         call.lap(Part.PARSE)
-        ids = self._loaded.encode_chat(
+        ids = encode_conversation(
+            self._loaded,
             request.messages,
             tools=use.objects if use else (),
             on_rendered=lambda: call.lap(Part.TEMPLATE),

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 class Books:
     """Written on the event loop. What is counted goes on where it was when the model comes back."""
 
-    def __init__(self, name: str, config: EngineConfig) -> None:
+    def __init__(self, name: str, config: EngineConfig, *, is_encoder: bool = False) -> None:
         self.name = name
+        self.is_encoder = is_encoder
+        self.is_loaded = False
         self.config = config  # with every choice made, once the model was loaded
         self.calls = CallLog()
         self.meters = CallMeters()
@@ -40,15 +42,18 @@ class Books:
     def engine(self) -> Engine | None:
         return self._engine
 
-    def open(self, loaded: LoadedModel) -> None:
-        """The model is loaded."""
-        self._engine, self.config = loaded.engine, loaded.config
-        self.recorder = self.live.recorder = loaded.recorder
-        self.about = about(loaded)
+    def open(self, loaded: LoadedModel | None) -> None:
+        """The model is loaded; an encoder (None) has no engine to tell of."""
+        self.is_loaded = True
         self.num_loads += 1
+        if loaded is not None:
+            self._engine, self.config = loaded.engine, loaded.config
+            self.recorder = self.live.recorder = loaded.recorder
+            self.about = about(loaded)
 
     def close(self) -> None:
         """The model's engine has stopped: take its totals, and let go of it."""
+        self.is_loaded = False
         self._ended, self._engine = self.stats(), None
         if self.recorder is not None:
             self.recorder.settle()

@@ -200,7 +200,10 @@ class Generation:
             failure = next((d for _, d in burst if d.finish_reason in ("error", "abort")), None)
             if failure is not None:
                 if failure.finish_reason == "abort":
-                    raise ApiError(503, "the server is shutting down: try again later")
+                    raise ApiError(
+                        503, "the server is shutting down: try again later",
+                        code="shutting_down", retry_after_s=1,
+                    )  # fmt: skip
                 if failure.error_param is not None:
                     raise ApiError(400, failure.error or "", param=failure.error_param)
                 raise ApiError(500, failure.error or "the engine failed on this request")

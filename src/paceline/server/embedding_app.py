@@ -13,7 +13,7 @@ from paceline import __version__
 from paceline.server.app import add_error_handlers
 from paceline.server.cors import add_cors
 from paceline.server.door import Door, Keys, Life
-from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
+from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings, writes_nothing
 from paceline.server.errors import ApiError
 from paceline.server.openai import model_object
 from paceline.server.openapi import describe
@@ -88,10 +88,7 @@ class _Status:
         return _json(self._object())
 
     async def writes_nothing(self) -> Response:
-        raise ApiError(
-            400, f"{self._model.name} embeds texts and writes none: ask {EMBEDDINGS_PATH}",
-            param="model", code="unsupported_model",
-        )  # fmt: skip
+        raise writes_nothing(self._model.name)
 
     def _object(self) -> dict[str, object]:
         told = model_object(self._model.name, self._created, self._model.max_len)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.errors import ApiError
 from paceline.server.schema import parse
+from paceline.server.texts import split_texts
 from paceline.server.timekeeping import CALL
 from paceline.server.tokens import check_model
 
@@ -105,7 +105,7 @@ class Embeddings:
                 f"{model.dim}, and it was not trained to be cut; leave it out",
                 param="dimensions", code="unsupported_parameter",
             )  # fmt: skip
-        items = split_input(request.input)
+        items = split_texts(request.input, param="input", most=MAX_INPUTS)
         texts: list[list[int]] = []
         num_tokens = 0
         for idx, item in enumerate(items):
@@ -139,34 +139,18 @@ class Embeddings:
         return b'{"object":"list","data":[' + b",".join(data) + b"]," + tail
 
 
+def writes_nothing(name: str) -> ApiError:
+    """Return what to say to who asks an encoder to write."""
+    return ApiError(
+        400, f"{name} embeds texts and writes none: ask {EMBEDDINGS_PATH}",
+        param="model", code="unsupported_model",
+    )  # fmt: skip
+
+
 def _lap(call: Call | None, part: Part) -> None:
     """Book the time since the last lap of a call, where somebody keeps its time."""
     if call is not None:
         call.lap(part)
-
-
-def split_input(given: str | list[Any]) -> list[str | list[int]]:
-    """Return the texts of a call: of a string, token ids, or a list of either."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise ApiError(400, "input is empty: send texts or token ids", param="input")
-    if _are_ids(given):
-        return [given]
-    if len(given) > MAX_INPUTS:
-        raise ApiError(
-            400, f"input holds {len(given)} texts: send at most {MAX_INPUTS}", param="input"
-        )
-    for idx, item in enumerate(given):
-        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
-            raise ApiError(
-                400, f"input[{idx}] is neither a string nor a list of token ids", param="input"
-            )
-    return given
-
-
-def _are_ids(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
 
 
 async def _attended(future: Future[F32], receive: Receive) -> F32:

@@ -129,8 +129,10 @@ def _tell_of_nulls_and_neutral_fields(
     if issubclass(body, Fields):
         for name, kind in body.noted.items():
             properties[name] = {**schemas[kind], "description": "Checked, and kept nowhere."}
-        for name in body.neutral:
+        for name, values in body.neutral.items():
             properties[name] = {"description": "Refused unless it asks for nothing."}
+            if values:
+                properties[name]["enum"] = list(values)
     for name, told in properties.items():
         if name not in required and {"type": "null"} not in told.get("anyOf", ()):
             properties[name] = {"anyOf": [told, {"type": "null"}]}

@@ -17,6 +17,7 @@ from paceline.server.schema import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
+from paceline.server.texts import split_texts
 from paceline.types import MAX_LOGPROBS, SamplingParams, Structured
 
 MAX_PROMPTS = 256  # prompts in one completions call
@@ -169,28 +170,10 @@ def _structured_outputs(given: StructuredOutputs) -> Structured:
     try:
         return Structured(**{name: value for name, value in fields.items() if value is not None})
     except ParameterError as error:
-        raise ApiError(400, str(error), param="structured_outputs") from None
+        param = f"structured_outputs.{error.param}"
+        raise ApiError(400, f"structured_outputs.{error}", param=param) from None
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """Return the prompts of a completions call: a string, token ids, or a list of either."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise ApiError(400, "prompt is empty: send text or token ids", param="prompt")
-    if _are_ids(prompt):
-        return [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(
-            400, f"prompt holds {len(prompt)} prompts: send at most {MAX_PROMPTS}", param="prompt"
-        )
-    for idx, item in enumerate(prompt):
-        if not isinstance(item, str) and not (isinstance(item, list) and item and _are_ids(item)):
-            raise ApiError(
-                400, f"prompt[{idx}] is neither a string nor a list of token ids", param="prompt"
-            )
-    return prompt
-
-
-def _are_ids(items: list[Any]) -> bool:
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+    return split_texts(prompt, param="prompt", most=MAX_PROMPTS)

@@ -16,6 +16,7 @@ from paceline.completion import Choice
 from paceline.engine.build import LoadedModel
 from paceline.errors import PacelineError, ParameterError
 from paceline.server.answers import Answers
+from paceline.server.conversation import encode_conversation
 from paceline.server.dialect import Frame
 from paceline.server.door import tenant
 from paceline.server.errors import ApiError
@@ -204,14 +205,18 @@ class PrefixRoutes:
                 raise ApiError(400, "tools need messages", param="tools")
             assert given.prompt is not None
             return self._loaded.encode_prompt(given.prompt)
+        if not given.messages:
+            raise ApiError(
+                400, "messages is empty: send at least one message, or a prompt", param="messages"
+            )
         use = tool_use(given.tools, None, None)
         tools = use.objects if use else ()
-        if given.messages and given.messages[-1].get("role") == "user":
-            return self._loaded.encode_chat(given.messages, tools=tools)
+        if given.messages[-1].get("role") == "user":
+            return encode_conversation(self._loaded, given.messages, tools=tools)
         # What any next message has before it: templates tell only of whole conversations.
         first, second = (
-            self._loaded.encode_chat(
-                [*given.messages, {"role": "user", "content": text}], tools=tools
+            encode_conversation(
+                self._loaded, [*given.messages, {"role": "user", "content": text}], tools=tools
             )
             for text in ("A", "0")
         )

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from paceline import __version__
@@ -59,8 +60,9 @@ class Reports:
     def _find(self, model: str) -> Books:
         return self._models.find(model or self._models.first.name).books
 
-    async def timeline(self, key: str, after_step: str = "-1") -> Response:
+    async def timeline(self, http: HttpRequest, key: str, after_step: str = "-1") -> Response:
         """The ledger of a call, by the answer's id or the X-Request-Id; it may still run."""
+        _refuse_unknown(http, ("after_step",))
         after = _integer(after_step, param="after_step")
         ended = (books.calls.find(key) for books in self._books.values())
         call = self._running.find(key) or next(filter(None, ended), None)
@@ -76,11 +78,14 @@ class Reports:
         body = timeline(call, None if recorder is None else recorder.log, after_step=after)
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    async def trace(self, last_s: str = "60", model: str = "") -> Response:
+    async def trace(self, http: HttpRequest, last_s: str = "60", model: str = "") -> Response:
         """A model's steps and finished calls of the last `last_s` seconds, for Perfetto."""
+        _refuse_unknown(http, ("last_s", "model"))
         since_ns = time.monotonic_ns() - int(_seconds(last_s) * 1e9)
         books = self._find(model)
         about, recorder = books.about, books.recorder
+        if books.is_encoder:
+            raise ApiError(404, f"{books.name} embeds texts and writes none: it has no trace")
         if about is None:
             raise ApiError(404, f"{books.name} has not been loaded yet: it has no trace")
         if recorder is None:
@@ -105,7 +110,7 @@ class Reports:
         for name, metrics in self._metrics.items():
             books = self._books[name]
             metrics.recorder, metrics.read_bandwidth = books.recorder, bandwidth
-            metrics.is_loaded, metrics.num_loads = books.engine is not None, books.num_loads
+            metrics.is_loaded, metrics.num_loads = books.is_loaded, books.num_loads
         body = exposition(list(self._metrics.values()))
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
@@ -131,8 +136,8 @@ class Reports:
         stats, config = books.stats(), books.config
         body = {
             "model": books.name,
-            "models": list(self._books),
-            "loaded": books.engine is not None,
+            "models": [name for name, one in self._books.items() if not one.is_encoder],
+            "loaded": books.is_loaded,
             "version": __version__,
             "ledger": config.ledger,
             "max_num_seqs": config.max_num_seqs,
@@ -174,6 +179,15 @@ class Reports:
         books.meters.observe(call)
         for observer in self._observers:
             observer.write(call)
+
+
+def _refuse_unknown(http: HttpRequest, known: tuple[str, ...]) -> None:
+    for name in http.query_params:
+        if name not in known:
+            raise ApiError(
+                400, f"{http.url.path} has no parameter {name!r}: it has {', '.join(known)}",
+                param=name,
+            )  # fmt: skip
 
 
 def _integer(text: str, *, param: str) -> int:

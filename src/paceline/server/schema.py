@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from paceline.server.errors import ApiError
-from paceline.server.refusals import refusal
+from paceline.server.refusals import refusal, unsupported
 from paceline.server.tools import ToolChoice, Tools
 
 # Fields of OpenAI that this server does not act on, and the values that ask for nothing.
-_NEUTRAL_CHAT: dict[str, Callable[[Any], bool]] = {
-    "functions": lambda v: v == [],
-    "function_call": lambda v: v in ("none", "auto"),
-    "modalities": lambda v: v == ["text"],
-    "audio": lambda v: False,
-    "moderation": lambda v: False,
-    "prediction": lambda v: False,
-    "reasoning_effort": lambda v: v == "none",
-    "verbosity": lambda v: v == "medium",
-    "web_search_options": lambda v: False,
-    "store": lambda v: v is False,
-    "prompt_cache_options": lambda v: False,
-    "prompt_cache_retention": lambda v: v == "in_memory",
+Neutral = Mapping[str, tuple[Any, ...]]
+_NEUTRAL_CHAT: Neutral = {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "store": (False,),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
 }
-_NEUTRAL_COMPLETION: dict[str, Callable[[Any], bool]] = {
-    "suffix": lambda v: v == "",
-    "best_of": lambda v: v == 1 and not isinstance(v, bool),
-}
+_NEUTRAL_COMPLETION: Neutral = {"suffix": ("",), "best_of": (1,)}
 # Documented as informational: checked for their type, kept nowhere.
 INFORMATIONAL: dict[str, type] = {
     "user": str,
@@ -78,18 +76,18 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], msgspec.Meta(max_length=10_000)] | None = None
+    choice: Annotated[list[str], msgspec.Meta(min_length=1, max_length=10_000)] | None = None
     grammar: str | None = None
 
 
 class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of a body, and what it may hold besides.
 
-    `neutral` are accepted only with values that ask for nothing. `noted` are checked for their
-    type and kept nowhere.
+    `neutral` are accepted only with the values that ask for nothing, which are listed. `noted` are
+    checked for their type and kept nowhere.
     """
 
-    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = {}
+    neutral: ClassVar[Neutral] = {}
     noted: ClassVar[dict[str, Any]] = {}
 
 
@@ -134,7 +132,7 @@ class GenerationFields(SharedFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = _NEUTRAL_CHAT
+    neutral: ClassVar[Neutral] = _NEUTRAL_CHAT
 
     messages: list[dict[str, Any]]
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
@@ -147,7 +145,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = _NEUTRAL_COMPLETION
+    neutral: ClassVar[Neutral] = _NEUTRAL_COMPLETION
 
     prompt: str | list[Any]
     echo: bool | None = None
@@ -164,6 +162,10 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         problem = _lone_surrogate(body) or str(error)
+        if "out of range" in problem:
+            raise ApiError(
+                400, "the body holds a number that is too large: send numbers below 1.8e308 in size"
+            ) from None
         raise ApiError(400, f"the body is no valid JSON: {problem}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -199,10 +201,15 @@ def _lone_surrogate(body: bytes) -> str | None:
 def _take_out_what_asks_for_nothing(wanted: dict[str, Any], kind: type[Fields]) -> None:
     """Drop neutral and noted fields. Raises ApiError for those that ask for something."""
     for name in kind.neutral.keys() & wanted.keys():
-        if not kind.neutral[name](wanted.pop(name)):
-            raise ApiError(
-                400, f"{name} is not supported by this server: leave it out", param=name,
-                code="unsupported_parameter",
-            )  # fmt: skip
+        value = wanted.pop(name)
+        if not any(_is_same(value, neutral) for neutral in kind.neutral[name]):
+            raise unsupported(name, value, kind.neutral[name])
     for name in kind.noted.keys() & wanted.keys():
         converted(wanted.pop(name), kind.noted[name], within=name)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal; what is null in an object counts as absent."""
+    if isinstance(value, dict):
+        value = {name: item for name, item in value.items() if item is not None}
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -59,6 +59,7 @@ class Status:
 
 def _state(entry: Entry) -> dict[str, Any]:
     return {
+        "writes": not entry.is_encoder,
         "loaded": entry.served is not None,
         "loading": entry.loading is not None,
         "num_loads": entry.books.num_loads,

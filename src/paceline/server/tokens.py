@@ -11,6 +11,7 @@ from starlette.responses import Response
 from paceline.engine.build import LoadedModel
 from paceline.engine.checks import check_ids
 from paceline.server.body import read_body
+from paceline.server.conversation import encode_conversation
 from paceline.server.errors import ApiError
 from paceline.server.schema import parse
 from paceline.server.tools import Tools, tool_use
@@ -69,7 +70,8 @@ class TokenRoutes:
                     param="add_special_tokens",
                 )  # fmt: skip
             use = tool_use(request.tools, None, None)
-            return self._loaded.encode_chat(request.messages, tools=use.objects if use else ())
+            tools = use.objects if use else ()
+            return encode_conversation(self._loaded, request.messages, tools=tools)
         if request.tools is not None:
             raise ApiError(400, "tools need messages", param="tools")
         assert request.prompt is not None

@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from paceline.errors import ParameterError
+from paceline.structured.depth import (
+    MAX_GRAMMAR_PARTS,
+    MAX_SCHEMA_LEVELS,
+    grammar_levels,
+    schema_levels,
+    with_deep_stack,
+)
 from paceline.structured.grammar import Grammar
 from paceline.types import Structured
 
@@ -74,7 +81,7 @@ class Grammars:
 
     def compile(self, structured: Structured) -> Grammar:
         """Return the grammar of `structured`. Raises ParameterError saying what is wrong in it."""
-        source = _source(structured)
+        source, levels = _source(structured)
         with self._lock:
             grammar = self._compiled.get(source)
             if grammar is not None:
@@ -82,7 +89,9 @@ class Grammars:
                 return grammar
             if self._index is None:
                 self._index = self._new_index()
-        grammar = self._compile(self._index, source)  # others' need not wait for this one
+        index = self._index
+        # Others' need not wait for this one.
+        grammar = with_deep_stack(levels, lambda: self._compile(index, source))
         with self._lock:
             self._compiled[source] = grammar
             if len(self._compiled) > MAX_CACHED:
@@ -96,7 +105,8 @@ class Grammars:
         with self._lock:
             problem = self._checked.get(digest)
         if problem is None:
-            problem = _problem(text)
+            levels = _checked_levels(schema_levels(schema))
+            problem = with_deep_stack(levels, lambda: _problem(text))
             with self._lock:
                 self._checked[digest] = problem
                 if len(self._checked) > MAX_CHECKED:
@@ -148,19 +158,42 @@ class _TokenSource:
         return self._tokenizer.encode(text, add_special=False)
 
 
-def _source(structured: Structured) -> str:
-    """Return llguidance's own form of a grammar; equal for structures that are equal."""
+def _source(structured: Structured) -> tuple[str, int]:
+    """Return llguidance's own form of a grammar, equal for structures that are equal, and how deep
+    compiling it goes.
+    """
     from llguidance import LLMatcher
 
     if structured.regex is not None:
-        return LLMatcher.grammar_from_regex(_bounded(structured.regex, "regex"))
+        return LLMatcher.grammar_from_regex(_bounded(structured.regex, "regex")), 0
     if structured.grammar is not None:
-        return LLMatcher.grammar_from_lark(_bounded(structured.grammar, "grammar"))
+        grammar = _bounded(structured.grammar, "grammar")
+        return LLMatcher.grammar_from_lark(grammar), _grammar_levels(grammar)
     if structured.choice:
         texts = "|".join(msgspec.json.encode(text).decode() for text in structured.choice)
-        return LLMatcher.grammar_from_lark(_bounded(f"start: {texts}", "choice"))
+        return LLMatcher.grammar_from_lark(_bounded(f"start: {texts}", "choice")), 0
     schema = '{"type":"object"}' if structured.json_object else _schema_text(structured.json_schema)
-    return _schema_source(_bounded(schema, "json_schema"))
+    schema = _bounded(schema, "json_schema")
+    return _schema_source(schema), _checked_levels(schema_levels(msgspec.json.decode(schema)))
+
+
+def _grammar_levels(grammar: str) -> int:
+    num_parts, levels = grammar_levels(grammar)
+    if num_parts > MAX_GRAMMAR_PARTS:
+        raise _refusal(
+            "grammar", f"has {num_parts} rules and groups: at most {MAX_GRAMMAR_PARTS} are allowed"
+        )
+    return num_parts + _checked_levels(levels)
+
+
+def _checked_levels(levels: int) -> int:
+    if levels > MAX_SCHEMA_LEVELS:
+        raise _refusal(
+            "json_schema",
+            f"has {levels} levels where its references are followed: at most {MAX_SCHEMA_LEVELS} "
+            "are allowed",
+        )
+    return levels
 
 
 def _schema_source(schema_text: str) -> str:

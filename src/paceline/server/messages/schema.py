@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from paceline.server.conversation import CacheControl
 from paceline.server.errors import ApiError
-from paceline.server.schema import Fields, SharedFields, parse
+from paceline.server.schema import Fields, Neutral, SharedFields, parse
 from paceline.server.tools import MAX_TOOLS
 
 # Fields of Anthropic that this server does not act on, and the values that ask for nothing.
-_NEUTRAL_PROMPT: dict[str, Callable[[Any], bool]] = {
-    "thinking": lambda v: v == {"type": "disabled"},
-    "speed": lambda v: v == "standard",
-    "context_management": lambda v: False,
-    "mcp_servers": lambda v: v == [],
-    "user_profile_id": lambda v: False,
-    "workspace_id": lambda v: False,
+_NEUTRAL_PROMPT: Neutral = {
+    "thinking": ({"type": "disabled"},),
+    "speed": ("standard",),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "user_profile_id": (),
+    "workspace_id": (),
 }
-_NEUTRAL: dict[str, Callable[[Any], bool]] = {
+_NEUTRAL: Neutral = {
     **_NEUTRAL_PROMPT,
-    "service_tier": lambda v: v in ("auto", "standard_only"),
-    "container": lambda v: False,
-    "diagnostics": lambda v: False,
-    "inference_geo": lambda v: False,
+    "service_tier": ("auto", "standard_only"),
+    "container": (),
+    "diagnostics": (),
+    "inference_geo": (),
 }
-
-
-class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Every prefix is cached as it is: where a client wants one to be is checked, and no more."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -121,7 +115,7 @@ ToolChoice = AutoChoice | AnyChoice | NoChoice | NamedChoice
 class CountRequest(Fields, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/messages/count_tokens: a prompt."""
 
-    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = _NEUTRAL_PROMPT
+    neutral: ClassVar[Neutral] = _NEUTRAL_PROMPT
     noted: ClassVar[dict[str, Any]] = {"cache_control": CacheControl}
 
     model: str
@@ -135,7 +129,7 @@ class CountRequest(Fields, kw_only=True, forbid_unknown_fields=True):
 class MessageRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/messages."""
 
-    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = _NEUTRAL
+    neutral: ClassVar[Neutral] = _NEUTRAL
     noted: ClassVar[dict[str, Any]] = {"cache_control": CacheControl, "metadata": Metadata}
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)]

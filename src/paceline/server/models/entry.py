@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from paceline.config import EngineConfig
 from paceline.server.books import Books
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from paceline.engine.build import LoadedModel
     from paceline.measure.recorder import StepRecorder
     from paceline.server.embeddings import Embeddings
-    from paceline.server.models.served import Served
+    from paceline.server.models.served import Served, ServedEncoder
 
-Opened = tuple["LoadedModel", "Embeddings | None"]
+# A model that writes and, where it embeds too, what does; or what embeds with an encoder.
+Opened = Union["tuple[LoadedModel, Embeddings | None]", "Embeddings"]
 Open = Callable[["StepRecorder | None"], Opened]
 
 
@@ -40,15 +41,17 @@ class Entry:
         open: Open | None = None,
         opened: Opened | None = None,
         aliases: tuple[str, ...] = (),
+        is_encoder: bool = False,
     ) -> None:
         self.name = name
         self.aliases = aliases
+        self.is_encoder = is_encoder  # it embeds texts and writes none
         self.need = need
         self._path = path
         self.open = open
         self.opened = opened  # before the server starts, of a model that is to be there at once
-        self.books = Books(name, config)
-        self.served: Served | None = None
+        self.books = Books(name, config, is_encoder=is_encoder)
+        self.served: Served | ServedEncoder | None = None
         self.loading: asyncio.Task[ApiError | None] | None = None
         self.num_calls = 0  # that use it, or wait for it
         self.used_s = 0.0  # when the last of them ended

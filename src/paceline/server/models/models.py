@@ -16,9 +16,10 @@ from paceline.engine.memory import available_memory, format_bytes
 from paceline.errors import PacelineError
 from paceline.server.admission import Limits
 from paceline.server.answers import MAX_OPEN_CALLS
+from paceline.server.embeddings import Embeddings
 from paceline.server.errors import ApiError
 from paceline.server.models.entry import Entry
-from paceline.server.models.served import Served
+from paceline.server.models.served import Served, ServedEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,9 @@ _RETRY_S = 5.0  # after which a busy model may be idle: nobody knows how long an
 
 
 class Models:
-    """The models of a server, the first of them its default. Used on the event loop, but `stop`.
+    """The models of a server. Used on the event loop, but `stop`.
+
+    The `first` that writes, of encoders alone the first, is for what names no model.
 
     All that is loaded takes at most `memory_bytes`, weights and KV pools by their full size. One
     is loaded or unloaded at a time, on another thread.
@@ -42,7 +45,7 @@ class Models:
         memory_bytes: int | None = None,
     ) -> None:
         self.entries = tuple(entries)
-        self.first = entries[0]
+        self.first = next((e for e in entries if not e.is_encoder), entries[0])
         self._limits = limits or Limits()
         self._num_tenants = num_tenants
         self._memory_bytes = memory_bytes
@@ -82,7 +85,7 @@ class Models:
             )  # fmt: skip
         return entry
 
-    async def use(self, entry: Entry) -> Served:
+    async def use(self, entry: Entry) -> Served | ServedEncoder:
         """Return the model, loaded. Raises ApiError saying why it cannot be.
 
         Precondition: it is `in_use`, or it might go while the caller is told of it.
@@ -140,17 +143,20 @@ class Models:
         """Return what `work` does, on the thread that loads and unloads."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _open(self, entry: Entry) -> Served:
+    def _open(self, entry: Entry) -> Served | ServedEncoder:
         assert entry.open is not None
         entry.opened = entry.open(entry.books.recorder)
         return self._serve(entry)
 
-    def _serve(self, entry: Entry) -> Served:
+    def _serve(self, entry: Entry) -> Served | ServedEncoder:
         assert entry.opened is not None
-        (loaded, embeddings), entry.opened = entry.opened, None
+        opened, entry.opened = entry.opened, None
+        if isinstance(opened, Embeddings):
+            return ServedEncoder(opened)
+        loaded, embeddings = opened
         return Served(loaded, embeddings, limits=self._limits, num_tenants=self._num_tenants)
 
-    def _start(self, entry: Entry, served: Served) -> None:
+    def _start(self, entry: Entry, served: Served | ServedEncoder) -> None:
         entry.books.open(served.loaded)
         served.start()
         entry.served = served

@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from paceline.config import EngineConfig
+from paceline.embedding.build import encoder_kv_bytes, encoder_len
 from paceline.engine.memory import format_bytes, size_kv
 from paceline.engine.speculation.load import open_draft, parse_speculate
 from paceline.errors import ParameterError
@@ -16,7 +17,10 @@ from paceline.weights.checkpoint import open_checkpoint
 
 
 class Need(Struct, frozen=True, kw_only=True):
-    """What one model takes: its weights, with those of its draft model, and its KV pool."""
+    """What one model takes: its weights, with those of its draft model, and its KV pool.
+
+    An encoder has a KV cache of one step.
+    """
 
     weight_bytes: int
     kv_bytes: int
@@ -33,19 +37,23 @@ def plan_needs(
 ) -> dict[str, Need]:
     """Return the need of each named model, where all of them together have `memory_bytes`.
 
-    Without --kv-memory a model's pool is what it would be alone, divided by the number of models,
-    and beside the weights of all of them; where not all weights fit at once, beside its own.
+    Without --kv-memory a model's pool is what it would be alone, divided by the number of models
+    that write, and beside the weights of all; where not all weights fit at once, beside its own.
     Raises ParameterError naming a model that does not fit even by itself.
     """
     draft = open_draft(parse_speculate(config.speculate), config)
     draft_bytes = 0 if draft is None else draft.weight_bytes
-    models: dict[str, tuple[ModelConfig, int]] = {}
+    needs: dict[str, Need] = {}
+    models: dict[str, tuple[ModelConfig, int]] = {}  # that write
     for name, path in paths.items():
         checkpoint = open_checkpoint(path)
         num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        models[name] = checkpoint.config, num_bytes + draft_bytes
+        if checkpoint.config.is_causal:
+            models[name] = checkpoint.config, num_bytes + draft_bytes
+        else:
+            needs[name] = _encoder_need(name, checkpoint.config, config, num_bytes, memory_bytes)
     all_weights = sum(num_bytes for _, num_bytes in models.values())
-    needs = {}
+    all_weights += sum(need.num_bytes for need in needs.values())
     for name, (model, weight_bytes) in models.items():
         beside = all_weights if all_weights < memory_bytes else weight_bytes
         share = (memory_bytes - beside) // len(models)
@@ -53,6 +61,22 @@ def plan_needs(
             share = memory_bytes - weight_bytes
         needs[name] = _need(name, model, config, weight_bytes, max(share, 0), memory_bytes)
     return needs
+
+
+def _encoder_need(
+    name: str, model: ModelConfig, config: EngineConfig, weight_bytes: int, memory_bytes: int
+) -> Need:
+    need = Need(
+        weight_bytes=weight_bytes,
+        kv_bytes=encoder_kv_bytes(model, config),
+        max_model_len=encoder_len(model, config),
+    )
+    if need.num_bytes > memory_bytes:
+        raise ParameterError(
+            f"{name} needs {format_bytes(need.num_bytes)}, more than the "
+            f"{format_bytes(memory_bytes)} for models: leave it out, or raise --model-memory"
+        )
+    return need
 
 
 def _need(

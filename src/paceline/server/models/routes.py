@@ -17,9 +17,10 @@ from paceline.server.answers import Read, is_short
 from paceline.server.body import read_body
 from paceline.server.calls import Call
 from paceline.server.door import tenant
+from paceline.server.embeddings import writes_nothing
 from paceline.server.models.entry import Entry
 from paceline.server.models.models import Models
-from paceline.server.models.served import Served
+from paceline.server.models.served import Served, ServedEncoder
 from paceline.server.openai import read_chat, read_completion
 from paceline.server.prefixes import no_pin
 from paceline.server.timekeeping import CALL
@@ -58,28 +59,28 @@ class ModelRoutes:
     async def answer(
         self, http: HttpRequest, read: Read, *, is_quick: Callable[[bytes], bool] = is_short
     ) -> Response:
-        served = await self._served(http)
+        served = await self._writer(http)
         return await served.answers.answer(http, read, is_quick=is_quick)
 
     async def message(self, http: HttpRequest) -> Response:
-        return await (await self._served(http)).messages.create(http)
+        return await (await self._writer(http)).messages.create(http)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
-        return await (await self._served(http)).messages.count_tokens(http)
+        return await (await self._writer(http)).messages.count_tokens(http)
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        return await (await self._served(http)).tokens.tokenize(http)
+        return await (await self._writer(http)).tokens.tokenize(http)
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        return await (await self._served(http)).tokens.detokenize(http)
+        return await (await self._writer(http)).tokens.detokenize(http)
 
     async def embeddings(self, http: HttpRequest) -> Response:
-        embeddings = (await self._served(http)).embeddings
+        embeddings = (await self._served(http, await self._asked(http))).embeddings
         assert embeddings is not None
         return await embeddings.embeddings(http)
 
     async def warm_prefix(self, http: HttpRequest) -> Response:
-        return await (await self._served(http)).prefixes.create(http)
+        return await (await self._writer(http)).prefixes.create(http)
 
     async def pinned(self, http: HttpRequest) -> Response:
         """List the pins of whoever asks, of all models that are loaded: others have none."""
@@ -96,11 +97,23 @@ class ModelRoutes:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     def _loaded(self) -> list[Served]:
-        return [entry.served for entry in self._models.entries if entry.served is not None]
+        """Return those that write; encoders have no prefixes."""
+        served = (entry.served for entry in self._models.entries)
+        return [one for one in served if isinstance(one, Served)]
 
-    async def _served(self, http: HttpRequest) -> Served:
-        """Return the loaded model of a call, in use from now until the reply's end."""
+    async def _writer(self, http: HttpRequest) -> Served:
+        """Return the loaded model of a call that encoders cannot answer. Raises ApiError 400."""
         entry = await self._asked(http)
+        if entry.is_encoder:
+            if (call := http.scope["state"].get(CALL)) is not None:
+                call.model = entry.name
+            raise writes_nothing(entry.name)
+        served = await self._served(http, entry)
+        assert isinstance(served, Served)
+        return served
+
+    async def _served(self, http: HttpRequest, entry: Entry) -> Served | ServedEncoder:
+        """Return the loaded model of a call, in use from now until the reply's end."""
         uses: ExitStack = http.scope["state"][_USES]
         uses.enter_context(entry.in_use())
         call: Call | None = http.scope["state"].get(CALL)

@@ -1,4 +1,4 @@
-"""Served: a loaded model, and all that answers for it."""
+"""Served, ServedEncoder: a loaded model, and all that answers for it."""
 
 from __future__ import annotations
 
@@ -57,3 +57,27 @@ class Served:
         """Stop, and end the threads that read and compiled for it."""
         self.stop()
         self.answers.close()
+
+
+class ServedEncoder:
+    """An encoder, which embeds texts and has no engine."""
+
+    loaded = None
+
+    def __init__(self, embeddings: Embeddings) -> None:
+        self.embeddings = embeddings
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.embeddings.num_waiting_tokens
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.embeddings.close()
+
+    def close(self) -> None:
+        """Stop, and free the memory also where no text has come."""
+        self.stop()
+        self.embeddings.model.open().close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from paceline.server.conversation import CacheBreakpoint
 from paceline.server.errors import ApiError
 from paceline.server.schema import (
     JsonObjectFormat,
+    Neutral,
     ServiceTier,
     SharedFields,
     TextFormat,
@@ -17,26 +19,18 @@ from paceline.server.schema import (
 )
 from paceline.server.tools import MAX_TOOLS
 
-
-def _asks_for_no_reasoning(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        given in (None, "none") if name == "effort" else given is None
-        for name, given in value.items()
-    )
-
-
 # Fields of OpenAI that this server does not act on, and the values that ask for nothing.
-_NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "background": lambda v: v is False,
-    "include": lambda v: v == [],
-    "prompt_cache_retention": lambda v: v == "in_memory",
-    "reasoning": _asks_for_no_reasoning,
-    "top_logprobs": lambda v: v == 0 and not isinstance(v, bool),
-    "truncation": lambda v: v == "disabled",
+_NEUTRAL: Neutral = {
+    "background": (False,),
+    "include": ([],),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning": ({"effort": "none"}, {}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     **dict.fromkeys(
         ("access_programs", "background_options", "context_management", "conversation", "image",
          "max_tool_calls", "moderation", "prompt", "prompt_cache_options"),
-        lambda v: False,
+        (),
     ),
 }  # fmt: skip
 
@@ -46,6 +40,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class InputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["input_text"]
     text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class OutputText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +126,7 @@ CHOICES: Mapping[str, type[NamedFunction]] = {"function": NamedFunction}
 class ResponseRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/responses. What has a type by itself is read by `typed`."""
 
-    neutral: ClassVar[dict[str, Callable[[Any], bool]]] = _NEUTRAL
+    neutral: ClassVar[Neutral] = _NEUTRAL
     noted: ClassVar[dict[str, Any]] = {
         "user": str, "safety_identifier": str, "prompt_cache_key": str
     }  # fmt: skip
