@@ -4,10 +4,10 @@
         [--calibrate FILE] [--calibrate-from CHARACTER] [--json FILE]
 
 A format is FORMAT, FORMAT:GROUP or FORMAT:GROUP:asym; METHOD/FORMAT… is made by that method, gptq
-for the text of --calibrate, or for the prose from --calibrate-from on, which no figure is measured
-over. Per format: bytes of the tensors, perplexity (context 512, second half of each window scored)
-and its ratio to the source's, mean KL(source || format) and top-1 agreement. Activations are f32,
-so the differences are the weights' alone; nothing here depends on how busy the machine is.
+and awq for the text of --calibrate, or for the prose from --calibrate-from on, which no figure is
+measured over. Per format: bytes of the tensors, perplexity (context 512, second half of each window
+scored) and its ratio to the source's, mean KL(source || format) and top-1 agreement. Activations
+are f32, so the differences are the weights' alone; nothing here depends on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def written(source_path: Path, spec: str, out: Path, calibrate: Path | None) -> 
     symmetric = {"": None, "sym": True, "asym": False}[kind]
     source, target = open_source(source_path), parse_target(fmt, group or None, symmetric)
     method = build_method(name or "rtn", source, target, calibrate)
-    recipe = new_recipe(source, out, method=method.name, target=target, settings=method.settings)
+    recipe = new_recipe(
+        source, out, method=method.name, target=target, settings=method.settings,
+        rewritten=method.rewrites(source),
+    )  # fmt: skip
     quantize(source, out, recipe, method, num_threads=resolve_num_threads(None)[0])
 
 

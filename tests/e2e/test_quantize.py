@@ -94,7 +94,8 @@ def test_the_written_folder_answers_and_is_described(tmp_path: Path) -> None:
 def test_bad_arguments_end_with_one_line_and_no_file(tmp_path: Path) -> None:
     source = write_gguf(random_model(), tmp_path / "m.gguf")
     for arguments, message in (
-        (["--method", "awq"], "method awq is not supported yet"),
+        (["--method", "awq"], "method awq rounds weights for a text"),
+        (["--mixed", "5"], "mixed measures what rounding costs for a text"),
         (["--method", "gptq"], "method gptq rounds weights for a text"),
         (["--format", "int4", "--group", "100"], "group is '100'"),
         (["--format", "q4_k", "--group", "64"], "q4_k has groups of its own"),

@@ -214,17 +214,11 @@ def _embed(run: _Run, op: Op) -> F32:
 
 def _linear(run: _Run, op: Op, x: F32, residual: F32 | None = None) -> F32:
     parts = []
-<<<<<<< HEAD
+    columns = _columns(op) if "order" in op.attrs else slice(None)
     segments = zip(op.weights, op.attrs["biases"], op.attrs["splits"], strict=True)
     for name, bias, num_rows in segments:  # of a head that is cut short the first rows
-        y = x @ run.weight(name)[:num_rows].T
+        y = x @ run.weight(name)[:num_rows, columns].T
         parts.append(y if bias is None else y + run.weight(bias)[:num_rows])
-=======
-    columns = _columns(op) if "order" in op.attrs else slice(None)
-    for name, bias in zip(op.weights, op.attrs["biases"], strict=True):
-        y = x @ run.weight(name)[:, columns].T
-        parts.append(y if bias is None else y + run.weight(bias))
->>>>>>> ebf1def2c6ac986737f41492bb20ca5c60da3245
     y = np.concatenate(parts, axis=1)
     return y if residual is None else y + residual
 

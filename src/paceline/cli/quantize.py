@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +16,15 @@ from paceline.cli.options import Model
 
 if TYPE_CHECKING:
     from paceline.quantize.base import Method
+    from paceline.quantize.calibration import Calibration
     from paceline.quantize.formats import Target
+    from paceline.quantize.mixed import Mix
     from paceline.quantize.recipe import Recipe
     from paceline.quantize.run import Result
     from paceline.quantize.source import Source
 
-METHODS = ("rtn", "gptq")
-UNBUILT_METHODS = ("awq",)
+CALIBRATED = ("gptq", "awq")
+METHODS = ("rtn", *CALIBRATED)
 
 
 def quantize(
@@ -66,15 +72,16 @@ def quantize(
         typer.Option(
             "--method",
             help="How weights are rounded: rtn, to the nearest; gptq, so that the outputs for a "
-            "text change least (int4, int8, q4_0, q4_1, q8_0; needs --calibrate and takes longer).",
+            "text change least (int4, int8, q4_0, q4_1, q8_0); awq, with more precision where "
+            "inputs are large (every format). gptq and awq need --calibrate and take longer.",
         ),
     ] = "rtn",
     calibrate: Annotated[
         Path | None,
         typer.Option(
             "--calibrate",
-            help="A text like those that the model will read, for gptq. Of its first million "
-            "characters, windows of 512 tokens are taken.",
+            help="A text like those that the model will read, for gptq, awq and --mixed. Of its "
+            "first million characters, windows of 512 tokens are taken.",
             show_default=False,
         ),
     ] = None,
@@ -83,7 +90,7 @@ def quantize(
         typer.Option(
             "--calibrate-tokens",
             min=1,
-            help="Tokens of that text to run through the model. Default: 8192.",
+            help="Tokens of that text to run through the model. Default: 8192 for gptq, else 4096.",
         ),
     ] = None,
     act_order: Annotated[
@@ -93,6 +100,20 @@ def quantize(
             help="gptq: round inputs that are large first. Default: --act-order.",
         ),
     ] = None,
+    mixed: Annotated[
+        str | None,
+        typer.Option(
+            "--mixed",
+            help="Choose bits for each linear: int4 or int8 beside those, q4_k, q5_k or q6_k "
+            "beside those. Within bits a weight, on average over them (4.8), or bytes of the whole "
+            "model (400M). More bits go where rounding costs most for the text of --calibrate.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what each tensor would become, and write nothing."),
+    ] = False,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Threads. Default: all of this process.")
     ] = None,
@@ -102,16 +123,18 @@ def quantize(
     """Write a model in fewer bytes a weight: decode reads them all for every token.
 
     Reads a folder of safetensors (f32, f16, bf16) or a GGUF file, piece by piece, in some 100 MB
-    (gptq needs more: it runs the model over a text, layer by layer).
-    Norms and biases stay as they are. **Killed half way? Run the same command again**: it goes on
-    where it stopped. Weights that have few bits already lose more by a second rounding: begin with
-    a float model where you can.
+    (gptq, awq and --mixed need more: they run the model over a text, layer by layer).
+    Norms and biases stay as they are (awq scales some). **Killed half way? Run the same command
+    again**: it goes on where it stopped. Weights that have few bits already lose more by a second
+    rounding: begin with a float model where you can.
 
     **Examples**
 
     - `paceline quantize ./Qwen2.5-0.5B --format int4 --group 64 -o qwen-int4`
 
     - `paceline quantize ./Qwen2.5-0.5B --format int4 --method gptq --calibrate my.txt -o q4`
+
+    - `paceline quantize ./Qwen2.5-0.5B --format int4 --mixed 4.8 --calibrate my.txt --dry-run -o q`
 
     - `paceline quantize model-f16.gguf --format q4_k -o model-q4_k.gguf`
 
@@ -126,21 +149,30 @@ def quantize(
     from paceline.quantize.source import open_source
     from paceline.quantize.staging import refuse_existing
 
-    check_method(method, calibrate, calibrate_tokens, act_order)
+    check_method(method, calibrate, calibrate_tokens, act_order, is_mixed=mixed is not None)
     target = parse_target(fmt, group, symmetric)
-    refuse_existing(out, force)
+    if not dry_run:
+        refuse_existing(out, force)
     source = open_source(find_model(model))
+    num_threads = resolve_num_threads(threads)[0]
     chosen = build_method(method, source, target, calibrate, calibrate_tokens, act_order)
-    recipe = new_recipe(
-        source, out, method=chosen.name, target=target, embeddings=embeddings,
-        settings=chosen.settings,
+    new = partial(
+        new_recipe, source, out, method=chosen.name, embeddings=embeddings,
+        rewritten=chosen.rewrites(source),
     )  # fmt: skip
-    with ProgressBar(out.name) as bar:
-        result = write(
-            source, out, recipe, chosen, num_threads=resolve_num_threads(threads)[0], force=force,
-            progress=bar.update,
-        )  # fmt: skip
-    facts = describe(recipe, result)
+    mix = None
+    recipe = new(target=target, settings=chosen.settings)
+    if mixed is not None and calibrate is not None:
+        calibration = calibration_for(method, source, calibrate, calibrate_tokens)
+        recipe, mix = mixed_recipe(source, new, recipe, mixed, calibration, num_threads)
+    result = None
+    if not dry_run:
+        with ProgressBar(out.name) as bar:
+            result = write(
+                source, out, recipe, chosen, num_threads=num_threads, force=force,
+                progress=bar.update,
+            )  # fmt: skip
+    facts = describe(out, recipe, result, mix)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
@@ -148,29 +180,34 @@ def quantize(
 
 
 def check_method(
-    name: str, calibrate: Path | None, calibrate_tokens: int | None, act_order: bool | None
-) -> None:
-    """Raise ParameterError for a method that is not built, and options that it does not have."""
+    name: str, calibrate: Path | None, calibrate_tokens: int | None, act_order: bool | None, *,
+    is_mixed: bool = False,
+) -> None:  # fmt: skip
+    """Raise ParameterError for an unknown method, and for options that go with another one."""
     from paceline.errors import ParameterError
 
-    if name in UNBUILT_METHODS:
-        raise ParameterError(
-            f"method {name} is not supported yet: choose rtn, or gptq with --calibrate FILE",
-            param="method",
-        )
     if name not in METHODS:
         raise ParameterError(f"method is {name!r}: choose {', '.join(METHODS)}", param="method")
-    if name == "gptq" and calibrate is None:
+    if name in CALIBRATED and calibrate is None:
         raise ParameterError(
-            "method gptq rounds weights for a text: name one with --calibrate FILE",
+            f"method {name} rounds weights for a text: name one with --calibrate FILE",
             param="calibrate",
         )
-    options = {"--calibrate": calibrate, "--calibrate-tokens": calibrate_tokens,
-               "--act-order": act_order}  # fmt: skip
-    for option, value in options.items():
-        if name != "gptq" and value is not None:
+    if is_mixed and calibrate is None:
+        raise ParameterError(
+            "mixed measures what rounding costs for a text: name one with --calibrate FILE",
+            param="calibrate",
+        )
+    readers = METHODS if is_mixed else CALIBRATED
+    options = {
+        "--calibrate": (calibrate, readers), "--calibrate-tokens": (calibrate_tokens, readers),
+        "--act-order": (act_order, ("gptq",)),
+    }  # fmt: skip
+    for option, (value, methods) in options.items():
+        if name not in methods and value is not None:
             raise ParameterError(
-                f"method {name} has no {option}: leave it out, or choose --method gptq",
+                f"method {name} has no {option}: leave it out, or choose --method "
+                f"{' or '.join(methods)}",
                 param=option.strip("-").replace("-", "_"),
             )
 
@@ -184,37 +221,76 @@ def build_method(
         from paceline.quantize.rtn import RoundToNearest
 
         return RoundToNearest()
-    from paceline.quantize.calibration import DEFAULT_TOKENS, read_calibration
+    calibration = calibration_for(name, source, calibrate, calibrate_tokens)
+    if name == "awq":
+        from paceline.quantize.awq import Awq
+
+        return Awq(calibration)
     from paceline.quantize.gptq import Gptq, check_target
 
     check_target(target)
-    calibration = read_calibration(calibrate, source, num_tokens=calibrate_tokens or DEFAULT_TOKENS)
     return Gptq(calibration, act_order=act_order is not False)
 
 
-def describe(recipe: Recipe, result: Result) -> dict[str, Any]:
-    """Return what was written, and what did not get the format that was asked for."""
+def calibration_for(
+    method: str, source: Source, calibrate: Path, calibrate_tokens: int | None
+) -> Calibration:
+    from paceline.quantize.calibration import DEFAULT_TOKENS, GPTQ_TOKENS, read_calibration
+
+    default = GPTQ_TOKENS if method == "gptq" else DEFAULT_TOKENS
+    return read_calibration(calibrate, source, num_tokens=calibrate_tokens or default)
+
+
+def mixed_recipe(
+    source: Source, new: Callable[..., Recipe], recipe: Recipe, mixed: str,
+    calibration: Calibration, num_threads: int,
+) -> tuple[Recipe, Mix]:  # fmt: skip
+    """Return a recipe of `new` with bits for each linear as measured, in place of `recipe`."""
+    from paceline.cli.pull import ProgressBar
+    from paceline.quantize.mixed import candidates, mix, parse_budget
+
+    budget, target = parse_budget(mixed), candidates(recipe.target)[0]
+    smallest = new(target=target)
+    with ProgressBar("measuring") as bar:
+        found = mix(
+            source, smallest, budget, calibration, num_threads=num_threads, progress=bar.update
+        )
+    settings = {
+        **recipe.settings, "mixed": {**found.summary(), "calibration": calibration.summary()},
+    }  # fmt: skip
+    return new(target=target, settings=settings, linears=found.targets), found
+
+
+def describe(
+    out: Path, recipe: Recipe, result: Result | None, mix: Mix | None = None
+) -> dict[str, Any]:
+    """Return what was written, or would be, and what did not get the format asked for."""
     from paceline.quantize.recipe import lossy_sources
 
-    return {
-        "path": str(result.path),
-        "bytes": result.num_bytes,
-        "source_bytes": result.source_bytes,
-        "resumed_tensors": result.num_resumed,
-        "rounded_before": lossy_sources(recipe),
-        **recipe.summary(),
-    }
+    facts = {
+        "path": str(out), "is_dry_run": result is None,
+        "bytes": sum(t.num_bytes for t in recipe.tensors) if result is None else result.num_bytes,
+        "source_bytes": sum(t.tensor.load().num_bytes for t in recipe.tensors),
+        "resumed_tensors": 0 if result is None else result.num_resumed,
+        "rounded_before": lossy_sources(recipe), **recipe.summary(),
+    }  # fmt: skip
+    if mix is not None:
+        facts["mixed_errors"] = mix.errors()
+    return facts
 
 
 def _print(facts: dict[str, Any]) -> None:
     from paceline.engine.memory import format_bytes
 
+    would = "would have " if facts["is_dry_run"] else ""
     print(
-        f"{facts['path']}: {format_bytes(facts['bytes'])}, the source has "
+        f"{facts['path']}: {would}{format_bytes(facts['bytes'])}, the source has "
         f"{format_bytes(facts['source_bytes'])}"
     )
     for fmt, count in facts["bytes_by_format"].items():
         print(f"  {fmt:9}{format_bytes(count)}")
+    if "mixed" in facts:
+        _print_mix(facts["mixed"])
     by_note: dict[tuple[str, str], list[str]] = {}
     for name, (fmt, note) in facts["exceptions"].items():
         by_note.setdefault((fmt, note), []).append(name)
@@ -224,3 +300,14 @@ def _print(facts: dict[str, Any]) -> None:
     if facts["rounded_before"]:
         kinds = ", ".join(facts["rounded_before"])
         print(f"  the source had rounded weights ({kinds}): a float model would lose less")
+
+
+def _print_mix(mixed: dict[str, Any]) -> None:
+    """Print which linears get which format, those of all layers together."""
+    print(f"  linears, within {mixed['budget']}: {mixed['bits']:.3f} bits a weight on average")
+    kinds: dict[str, Counter[str]] = {}
+    for name, fmt in mixed["formats"].items():
+        kinds.setdefault(fmt, Counter())[re.sub(r"\d+", "*", name)] += 1
+    for fmt in sorted(kinds):
+        parts = ", ".join(f"{count} {name}" for name, count in kinds[fmt].most_common())
+        print(f"    {fmt}: {parts}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+
+from paceline.weights.mapped_file import drop_pages
+from paceline.weights.tensor import QTensor, dequantize
 
 if TYPE_CHECKING:
     from paceline.quantize.recipe import Recipe
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
+
+_CHUNK_WEIGHTS = 1 << 21  # of a matrix at once: 8 MiB as floats
 
 
 class Blocks(Struct, frozen=True):
@@ -29,11 +34,14 @@ class Method(Protocol):
     """A way to choose codes and scales. One that calibrates is built with what it measured."""
 
     name: str
-    needs_whole_matrix: bool  # else a matrix may come in runs of rows
 
     @property
     def settings(self) -> dict[str, Any]:
         """What its bits depend on beside weights and formats; config.json tells of it."""
+        ...
+
+    def rewrites(self, source: Source) -> frozenset[str]:
+        """Return the stored names of vectors that it changes, and keeps as f32 in `prepare`."""
         ...
 
     def prepare(
@@ -43,6 +51,18 @@ class Method(Protocol):
         """Put into `staging` what must be made out of turn; `progress` counts its bytes."""
         ...
 
-    def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
-        """Return the blocks [N, row_bytes] of `weight` [N, K], (rows of) the tensor `tensor`."""
+    def quantize(
+        self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0
+    ) -> U8:
+        """Return the blocks [N, row_bytes] of `weight` [N, K], rows of `tensor` from that on."""
         ...
+
+
+def float_rows(tensor: QTensor) -> Iterator[tuple[int, F32]]:
+    """Yield runs of a matrix's rows as they are stored, in floats, each after its first row."""
+    rows, cols = tensor.shape
+    step = max(1, _CHUNK_WEIGHTS // cols)
+    for start in range(0, rows, step):
+        data = tensor.data[start : start + step]
+        yield start, dequantize(QTensor(tensor.format, (len(data), cols), data))
+        drop_pages(data)

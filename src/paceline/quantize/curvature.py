@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from paceline.errors import ModelFormatError
 from paceline.quantize.base import F32
+from paceline.weights.tensor import QTensor, dequantize
 
 F64 = npt.NDArray[np.float64]
 Order = npt.NDArray[np.intp]
 
 DAMPING = 0.01  # of the mean square input, added to each: Frantar 2023
+_SAMPLE_WEIGHTS = 1 << 19  # of a matrix, enough to tell formats and scales apart
 _SMALL = 64  # triangles up to this size are inverted at once
 
 
@@ -54,6 +56,24 @@ class Curvature:
             np.fill_diagonal(damped, squares[order] + (DAMPING * squares.mean() or 1.0))
             self._factors[width] = order, _inverse_factor(damped).astype(np.float32)
         return self._factors[width]
+
+
+def output_errors(off: F32, gram: F32) -> F32:
+    """Return what each row of errors [N, K] does to the output, squared: e (XᵀX) eᵀ, [N]."""
+    errors: F32 = np.einsum("nk,nk->n", off @ gram, off)
+    return errors
+
+
+def some_rows(tensor: QTensor) -> F32:
+    """Return rows spread evenly over a matrix, in floats."""
+    rows, cols = tensor.shape
+    data = tensor.data[:: max(1, rows * cols // _SAMPLE_WEIGHTS)]
+    return dequantize(QTensor(tensor.format, (len(data), cols), data))
+
+
+def output_energy(some: F32, gram: F32) -> float:
+    """Return the mean squared output of rows; 1 where it is 0: errors are told relative to it."""
+    return float(output_errors(some, gram).mean()) or 1.0
 
 
 def _by_size(squares: F64, width: int) -> Order:

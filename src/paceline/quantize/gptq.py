@@ -9,11 +9,13 @@ import numpy as np
 
 from paceline.errors import ParameterError
 from paceline.quantize.base import F32, U8, Blocks
-from paceline.quantize.calibration import Calibration, calibrate
+from paceline.quantize.calibration import Calibration
 from paceline.quantize.curvature import DAMPING, Curvature
 from paceline.quantize.formats import Target
 from paceline.quantize.grid import GRIDS, I8, fit, group_width, pack
+from paceline.quantize.walk import sites
 from paceline.weights.encode import check_weights, encode
+from paceline.weights.tensor import dequantize
 
 if TYPE_CHECKING:
     from paceline.quantize.recipe import Recipe
@@ -28,7 +30,6 @@ class Gptq:
     """Linears are rounded for the text of `calibration`; embedding and head to the nearest."""
 
     name = "gptq"
-    needs_whole_matrix = False
 
     def __init__(self, calibration: Calibration, *, act_order: bool = True) -> None:
         self._calibration = calibration
@@ -41,19 +42,30 @@ class Gptq:
             "damping": DAMPING,
         }  # fmt: skip
 
+    def rewrites(self, source: Source) -> frozenset[str]:
+        """Nothing: all but matrices stays as it is."""
+        return frozenset()
+
     def prepare(
         self, source: Source, recipe: Recipe, staging: Staging, *, num_threads: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
-        def rounded(name: str, weight: F32, blocks: Blocks, curvature: Curvature) -> U8:
-            return gptq(
-                weight, curvature, blocks, name=name, act_order=self._act_order,
-                num_threads=num_threads,
-            )  # fmt: skip
+        """Keep the blocks of every linear. What `staging` has is not made again."""
+        for site in sites(source, recipe, self._calibration, progress):
+            for reader in site.readers:
+                data = staging.kept(reader.name, reader.planned.num_bytes)
+                if data is None:
+                    weight = dequantize(reader.planned.tensor.load())
+                    data = gptq(
+                        weight, site.curvature, reader.blocks, name=reader.name,
+                        act_order=self._act_order, num_threads=num_threads,
+                    )  # fmt: skip
+                    staging.keep(reader.name, data)
+                site.replace(reader, data)
 
-        calibrate(source, recipe, staging, self._calibration, rounded, progress)
-
-    def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
+    def quantize(
+        self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0
+    ) -> U8:
         return encode(
             weight, blocks.format, name=tensor, by_row=blocks.by_row, num_threads=num_threads
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,14 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
 def new_recipe(
     source: Source, out: Path, *, method: str, target: Target, embeddings: str = "auto",
-    settings: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None, rewritten: Collection[str] = (),
+    linears: Mapping[str, Target] | None = None,
 ) -> Recipe:  # fmt: skip
-    """Return the recipe for writing `source` to `out`; raises ParameterError if it cannot be."""
+    """Return the recipe for writing `source` to `out`; raises ParameterError if it cannot be.
+
+    `rewritten` are vectors that the method changes: they become f32. `linears` has targets of
+    those that do not get `target`.
+    """
     if embeddings not in EMBEDDING_CHOICES:
         choices = ", ".join(EMBEDDING_CHOICES)
         raise ParameterError(f"embeddings is {embeddings!r}: choose {choices}", param="embeddings")
@@ -81,16 +87,23 @@ def new_recipe(
             "folder with -o",
             param="out",
         )
-    tensors = tuple(_tensor_recipe(source, t, target, embeddings) for t in source.tensors.values())
+    targets = linears or {}
+    tensors = tuple(
+        TensorRecipe(tensor, Blocks("f32"))
+        if name in rewritten
+        else tensor_recipe(source, tensor, targets.get(name, target), embeddings)
+        for name, tensor in source.tensors.items()
+    )
     return Recipe(
         method=method, target=target, embeddings=embeddings, is_gguf=is_gguf, tensors=tensors,
         settings=settings or {},
     )  # fmt: skip
 
 
-def _tensor_recipe(
+def tensor_recipe(
     source: Source, tensor: StoredTensor, target: Target, embeddings: str
 ) -> TensorRecipe:
+    """Return what a tensor becomes where `target` is asked for."""
     is_embedding = tensor.name in source.embeddings
     if not is_embedding and tensor.name not in source.linears:
         return TensorRecipe(tensor, None)

@@ -18,11 +18,14 @@ class RoundToNearest:
     """Each weight becomes the nearest code of its group's scale, that of least squared error."""
 
     name = "rtn"
-    needs_whole_matrix = False
 
     @property
     def settings(self) -> dict[str, Any]:
         return {}
+
+    def rewrites(self, source: Source) -> frozenset[str]:
+        """Nothing: all but matrices stays as it is."""
+        return frozenset()
 
     def prepare(
         self, source: Source, recipe: Recipe, staging: Staging, *, num_threads: int,
@@ -30,7 +33,9 @@ class RoundToNearest:
     ) -> None:  # fmt: skip
         """Nothing: a tensor is rounded when its turn comes."""
 
-    def quantize(self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int) -> U8:
+    def quantize(
+        self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0
+    ) -> U8:
         return encode(
             weight, blocks.format, name=tensor, by_row=blocks.by_row, num_threads=num_threads
         )

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from paceline.errors import ModelFormatError, ParameterError
-from paceline.quantize.base import U8, Method
+from paceline.quantize.base import U8, Method, float_rows
 from paceline.quantize.recipe import Recipe, TensorRecipe
 from paceline.quantize.source import Source
 from paceline.quantize.staging import Staging
@@ -23,10 +23,8 @@ from paceline.weights.mapped_file import drop_pages
 from paceline.weights.repack import source_fingerprint
 from paceline.weights.safetensors import INDEX, SINGLE
 from paceline.weights.safetensors_writer import safetensors_head
-from paceline.weights.tensor import QTensor, dequantize
 
 ENCODER_VERSION = 1  # raise it when the same weights get other bits: no run goes on over that
-_CHUNK_WEIGHTS = 1 << 21  # of a matrix at once: 8 MiB as floats
 _COPY_BYTES = 1 << 23
 SYNC_BYTES = 1 << 26  # at most so much is written again after a kill
 # Files beside the weights that a folder needs; others (weights in other formats) are left behind.
@@ -48,8 +46,7 @@ def quantize(
 
     `out` appears only when it is whole. A run that was killed is continued by the next one with
     the same arguments, and the result has the bits of one that was not. Holds a few chunks of
-    rows in floats, or the largest matrix where the method wants it whole; and what the method
-    needs to prepare, for which `progress` counts first.
+    rows in floats, and what the method needs to prepare, for which `progress` counts first.
     """
     if out.exists() and out.resolve() == source.path.resolve():
         raise ParameterError(f"{out} is the source itself: choose another -o", param="out")
@@ -125,15 +122,11 @@ def _data_of(
             yield flat[start : start + _COPY_BYTES]
             drop_pages(flat[start : start + _COPY_BYTES])
         return
-    rows, cols = source.shape
-    step = rows if method.needs_whole_matrix else max(1, _CHUNK_WEIGHTS // cols)
-    for start in range(0, rows, step):
-        data = source.data[start : start + step]
-        weight = dequantize(QTensor(source.format, (len(data), cols), data))
-        yield method.quantize(recipe.tensor.name, weight, blocks, num_threads=num_threads).reshape(
-            -1
+    for first, weight in float_rows(source):
+        data = method.quantize(
+            recipe.tensor.name, weight, blocks, num_threads=num_threads, first_row=first
         )
-        drop_pages(data)
+        yield data.reshape(-1)
 
 
 def _write_rest(source: Source, folder: Path, recipe: Recipe) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from paceline.errors import UnsupportedModelError
+from paceline.loading import load
 from paceline.models.base import EMBEDDING, HEAD, build_plan
 from paceline.weights.checkpoint import (
     METADATA,
@@ -48,17 +49,19 @@ class Source(Struct, frozen=True, kw_only=True):
     linears: frozenset[str]
     embeddings: frozenset[str]
     gguf: GGUF | None  # None: a folder of Hugging Face files
+    norm_offset: float  # what its norm weights lack
 
 
 def open_source(path: Path) -> Source:
     """Open a GGUF file or a folder. Raises as `open_checkpoint`; no weight is read."""
     checkpoint = open_checkpoint(path)
-    gguf = None
+    gguf, norm_offset = None, 0.0
     if path.is_file():
         gguf = open_gguf(path)
     elif (path / METADATA).exists():
         gguf = open_gguf_folder(path)
     if gguf is None:  # what the model does not read (a vision tower, say) is left out
+        norm_offset = load("models", checkpoint.config.family).NORM_OFFSET
         needed = checkpoint.tensors.keys()
         folder = open_folder(path)
         _refuse_quantised(folder.config, path)
@@ -78,7 +81,7 @@ def open_source(path: Path) -> Source:
                 f"tensor {name!r} is in format {stored[name].format}, which cannot be read"
             )
     return Source(
-        path=path, checkpoint=checkpoint, gguf=gguf,
+        path=path, checkpoint=checkpoint, gguf=gguf, norm_offset=norm_offset,
         tensors={name: stored[name] for name in canonical},
         canonical=canonical,
         linears=frozenset(n for n, known in canonical.items() if known in linears - tables),
