@@ -18,7 +18,8 @@ from paceline.config import EngineConfig
 from paceline.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
 from paceline.types import Timings, Usage
 
-COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench", "quantize", "eval")
+COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench", "quantize", "eval",
+            "price")  # fmt: skip
 
 
 @engine_options
