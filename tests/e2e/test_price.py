@@ -110,7 +110,7 @@ def test_a_process_that_fails_is_named_with_its_reason(
         (("--text", "TEXT", "--problems", "3"), "--problems needs --humaneval"),
         (("--text", "TEXT", "--humaneval"), "add --allow-code-execution"),
         (("--text", "TEXT", "--activations", "q4"), "--activations is 'q4'"),
-        (("--text", "/nowhere.txt"), "/nowhere.txt cannot be read as a text"),
+        (("--text", "/nowhere.txt"), "/nowhere.txt cannot be read"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_is_made(

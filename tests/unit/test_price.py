@@ -235,9 +235,16 @@ def test_the_table_and_the_picture_name_every_candidate(
 ) -> None:  # fmt: skip
     Children(monkeypatch)
     document = priced(listed(source, tmp_path / "work", text, humaneval=True))
+    assert Path(document["candidates"][2]["path"]).parent == tmp_path / "work" / "models"
     print_prices(document, report_console())
     shown = capsys.readouterr().out
-    for part in ("int4:64", "decode tok/s at 1/4", "50.0 (25.0 to 75.0)", "memory, speed"):
+    for part in (
+        "int4:64",
+        "decode tok/s at 1/4",
+        "50.0 (25.0 to 75.0)",
+        "memory, speed",
+        "kept in",
+    ):
         assert part in shown
     picture = draw(document)
     root = ET.fromstring(picture)
@@ -275,7 +282,8 @@ def test_the_pool_holds_the_widest_batch_and_no_more() -> None:
     assert (config.max_model_len, config.kv_dtype) == (33, "int8")
 
 
-def test_disk_bytes_leave_the_cache_of_packed_weights_out(tmp_path: Path) -> None:
-    for name, size in (("model.safetensors", 10), ("config.json", 3), ("paceline.packed", 99)):
+def test_disk_bytes_are_of_what_a_model_is_loaded_from(tmp_path: Path) -> None:
+    files = {"a.safetensors": 10, "config.json": 3, "paceline.packed": 99, "pytorch_model.bin": 99}
+    for name, size in files.items():
         (tmp_path / name).write_bytes(bytes(size))
     assert disk_bytes(tmp_path) == 13

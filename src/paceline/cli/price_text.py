@@ -35,6 +35,8 @@ def print_prices(document: dict[str, Any], console: Console) -> None:
         console.print()
         console.print(_qualities(rows))
         console.print(_qualities_note(document), style="dim")
+    if document["kept_in"] is not None:
+        console.print(f"models and figures are kept in {document['kept_in']}", style="dim")
     for front in document["fronts"] if any(row["text"] for row in rows) else ():
         what, kl = front["axes"]
         console.print(

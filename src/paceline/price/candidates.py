@@ -17,6 +17,7 @@ from paceline.weights.repack import source_fingerprint
 SOURCE = "source"
 DEFAULT_WEIGHTS = (SOURCE, "int8:64", "int4:64", "q4_k")
 DEFAULT_METHOD = "rtn"
+_BESIDE = (".json", ".jinja", ".txt", ".model", ".gguf")  # what a folder has beside its weights
 _KINDS = {"sym": True, "asym": False}
 
 
@@ -122,8 +123,8 @@ def fingerprint(path: Path) -> str:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return the bytes of a model's files, without the cache of packed weights beside them."""
+    """Return the bytes of a model's files: those that it is loaded from, and no others there."""
     files = source_files(path)
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and file.suffix != ".packed"]
+        files += [file for file in path.iterdir() if file.suffix in _BESIDE and file.is_file()]
     return sum(file.stat().st_size for file in files)

@@ -103,6 +103,7 @@ def document_of(model: str, listed: PriceList, measured: Mapping[str, Any]) -> d
         "source": str(listed.source),
         "machine": msgspec.to_builtins(this_machine()),
         "num_threads": rounds[0]["num_threads"],
+        "kept_in": str(listed.work) if listed.is_kept else None,
         "settings": {
             "batches": list(load.batches), "input_tokens": load.input_tokens,
             "output_tokens": load.output_tokens, "rounds": load.rounds,
@@ -123,6 +124,7 @@ def _row(candidate: Candidate, found: Mapping[str, Any]) -> Row:
         "name": candidate.name,
         "weights": candidate.weights.name,
         "kv_dtype": candidate.kv_dtype,
+        "path": found["path"],
         "disk_bytes": found["disk_bytes"],
         "memory": _memory(rounds),
         "speed": _speeds(rounds),

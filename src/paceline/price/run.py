@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +81,7 @@ class PriceList:
         self.quality = quality
         self.load = load
         self._calibrate = calibrate
+        self.is_kept = work is not None
         self._prints = {w.name: self._fingerprint(w) for w in self._weights()}
         self.identity = self._identity()
         digest = digest_of(repr(sorted(self.identity.items())))
@@ -115,12 +115,12 @@ class PriceList:
 
     def _measured(self, candidate: Candidate, state: State) -> dict[str, Any]:
         return {
+            "path": str(self.path_of(candidate.weights)) if self.is_kept else None,
             "disk_bytes": disk_bytes(self.path_of(candidate.weights)),
             "text": self._known(state, "text", candidate),
             "humaneval": self._known(state, _PROBLEMS, candidate),
             "rounds": [
-                state[key] for idx in range(self.load.rounds)
-                if (key := self._key(f"speed {idx}", candidate)) in state
+                state[self._key(f"speed {idx}", candidate)] for idx in range(self.load.rounds)
             ],
         }  # fmt: skip
 
@@ -133,13 +133,16 @@ class PriceList:
 
     def _identity(self) -> dict[str, Any]:
         """Return all that the figures depend on, beside the candidates themselves."""
-        asked = self.quality, msgspec.structs.replace(self.load, rounds=1)
+        quality = msgspec.structs.replace(self.quality, text=None)  # its content counts
+        asked = quality, msgspec.structs.replace(self.load, rounds=1)
+        problems = self.quality.humaneval_file
         return {
             "version": __version__,
             "source": fingerprint(self.source),
             "machine": msgspec.to_builtins(this_machine()),
-            "asked": msgspec.json.encode(asked, enc_hook=str).decode(),
+            "asked": msgspec.json.encode(asked).decode(),
             "text": _content(self.quality.text),
+            "problems": _content(None if problems is None else Path(problems)),
         }
 
     # ---- candidates ----
@@ -251,8 +254,7 @@ class PriceList:
             batches=load.batches, input_tokens=load.input_tokens,
             output_tokens=load.output_tokens, num_threads=load.num_threads, seed=idx,
         )  # fmt: skip
-        found = run_speed(msgspec.json.encode(spec).decode(), candidate.name)
-        return {**found, "at": time.time()}
+        return run_speed(msgspec.json.encode(spec).decode(), candidate.name)
 
     def _threads(self) -> list[str]:
         threads = self.load.num_threads
@@ -268,5 +270,5 @@ def _content(path: Path | None) -> str | None:
         return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ParameterError(
-            f"{path} cannot be read as a text ({error.strerror}): name another file"
+            f"{path} cannot be read ({error.strerror}): name another file"
         ) from None
