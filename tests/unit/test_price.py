@@ -11,7 +11,12 @@ import pytest
 
 from paceline.bench.terminal import report_console
 from paceline.cli.price_text import print_prices
-from paceline.errors import OutputError, PacelineError, ParameterError
+from paceline.errors import (
+    OutputError,
+    PacelineError,
+    ParameterError,
+    UnsupportedModelError,
+)
 from paceline.evaluate.state import State
 from paceline.price import run as price_run
 from paceline.price.candidates import Candidate, disk_bytes, parse_kv, parse_weights
@@ -20,6 +25,7 @@ from paceline.price.run import Load, PriceList, Quality
 from paceline.price.speed import Spec, engine_config
 from paceline.price.svg import draw
 from tests.tiny import random_model, write_gguf
+from tests.tiny_bert import write_bert
 
 METHODS = ("rtn", "gptq")
 LOAD = Load(batches=(1, 4), input_tokens=8, output_tokens=4, rounds=2)
@@ -260,6 +266,18 @@ def test_names_are_text_in_the_picture(
     document = priced(listed(source, tmp_path / "work", text))
     document["model"] = '<script>"&'
     ET.fromstring(draw(document))
+
+
+def test_a_model_that_writes_no_text_is_told_before_anything_is_made(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = Children(monkeypatch)
+    encoder = write_bert(tmp_path / "bert")
+    with pytest.raises(UnsupportedModelError, match="bert embeds texts and writes none"):
+        listed(encoder, tmp_path / "work", None)
+    with pytest.raises(UnsupportedModelError, match="bert embeds texts and writes none"):
+        listed(source, tmp_path / "work", None, ("int4:64", str(encoder)))
+    assert not children.made
 
 
 def test_a_disk_without_room_is_told_before_anything_is_made(

@@ -17,7 +17,8 @@ from msgspec import Struct
 
 from paceline import __version__
 from paceline.catalog.store import home
-from paceline.errors import OutputError, ParameterError
+from paceline.engine.build import display_name, embeds_only
+from paceline.errors import OutputError, ParameterError, UnsupportedModelError
 from paceline.evaluate.state import State
 from paceline.measure.machine import this_machine
 from paceline.price.candidates import Candidate, Weights, digest_of, disk_bytes, fingerprint
@@ -25,6 +26,7 @@ from paceline.price.children import run_command, run_speed
 from paceline.price.speed import Spec
 from paceline.quantize.recipe import new_recipe
 from paceline.quantize.source import open_source
+from paceline.weights.checkpoint import open_checkpoint
 
 Show = Callable[[str, int, int], None]  # what, done, total
 MODELS = "models"  # the folder of candidates that are made, within the work folder
@@ -82,6 +84,7 @@ class PriceList:
         self.load = load
         self._calibrate = calibrate
         self.is_kept = work is not None
+        self._refuse_encoders()
         self._prints = {w.name: self._fingerprint(w) for w in self._weights()}
         self.identity = self._identity()
         digest = digest_of(repr(sorted(self.identity.items())))
@@ -146,6 +149,12 @@ class PriceList:
         }
 
     # ---- candidates ----
+
+    def _refuse_encoders(self) -> None:
+        """Open what is there already: a model that cannot be priced is told before others are."""
+        for path in {self.source, *(w.path for w in self._weights() if w.path is not None)}:
+            if not open_checkpoint(path).config.is_causal:
+                raise UnsupportedModelError(embeds_only(display_name(str(path))))
 
     def _weights(self) -> list[Weights]:
         return list({c.weights.name: c.weights for c in self.candidates}.values())
