@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -87,6 +88,25 @@ def test_info_reads_the_header_alone(script_path):
     shown = paceline("info", str(script_path))
     assert shown.returncode == 0
     assert "KV a token" in shown.stdout
+
+
+def test_info_tells_of_models_that_are_not_here(script_path):
+    shape = ("--shape", "llama-3.1-8b", "--seqs", "8", "--context", "8192", "--kv-dtype", "int8")
+    facts = json.loads(paceline("info", *shape, "--json").stdout)
+    rows = {row["format"]: row for row in facts["formats"]}
+    assert facts["parameters"] == 8_030_261_248
+    assert [round(rows[name]["code_bytes"] / 1e9) for name in ("f32", "bf16")] == [32, 16]
+    assert [round(rows[name]["code_bytes"] / 1e9) for name in ("int8, 64", "int4, 64")] == [8, 4]
+    int4 = rows["int4, 64"]
+    assert int4["kv_bytes"] == 8 * 8192 * 65 * 1024
+    assert int4["weight_bytes"] == int4["code_bytes"] + int4["extra_bytes"]
+    parts = ("weight_bytes", "kv_bytes", "step_bytes")
+    assert int4["total_bytes"] == sum(int4[part] for part in parts)
+    shown = paceline("info", *shape).stdout
+    assert "4.79" in shown
+    assert "…" not in shown
+    counted = paceline("info", "--parameters", "8e9").stdout
+    assert re.search(r"int4, 64 +4\.25 +4\.00 +0\.25 +4\.25", counted)
 
 
 @pytest.mark.parametrize("command", ["run", "info"])

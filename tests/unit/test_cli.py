@@ -18,7 +18,8 @@ from paceline.config import EngineConfig
 from paceline.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
 from paceline.types import Timings, Usage
 
-COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench", "quantize", "eval")
+COMMANDS = ("run", "chat", "serve", "embed", "info", "pull", "list", "bench", "quantize", "eval",
+            "price")  # fmt: skip
 
 
 @engine_options
@@ -186,3 +187,22 @@ def test_a_named_encoder_is_refused_before_it_is_fetched(monkeypatch, tmp_path):
 
 def test_what_a_terminal_would_obey_is_shown_as_text():
     assert _printable("500 \x1b[31mX\x07\nnext é") == r"500 \x1b[31mX\x07" + "\nnext é"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing is named: give one of MODEL, --shape, --parameters"),
+        (("m", "--shape", "x"), "MODEL and --shape is named"),
+        (("--parameters", "8X"), "'8X' is no number of parameters"),
+        (("--parameters", "nan"), "'nan' is no number of parameters"),
+        (("--parameters", "8B", "--seqs", "2"), "leave --seqs out"),
+        (("--shape", "llama-3.1-8b", "--context", "999999"), "context is 999999"),
+        (("--shape", "llama-3.1-8b", "--kv-dtype", "int3"), "kv_dtype is 'int3'"),
+    ],
+)
+def test_info_refuses_what_tells_too_little_or_too_much(arguments, message):
+    result = CliRunner().invoke(app, ["info", *arguments])
+    assert isinstance(result.exception, ParameterError)
+    assert message in str(result.exception)
+    assert not result.stdout

@@ -211,6 +211,27 @@ def test_every_change_is_an_option_of_serve():
     assert set(options_of(SERVER)) <= known
 
 
+@pytest.mark.parametrize(
+    ("before", "smaller", "gone"), [("f32", "f16", 0.5), ("f16", "int8", 0.48)]
+)
+def test_a_smaller_cache_is_advised_where_reading_it_takes_the_time(before, smaller, gone):
+    # 110 tokens of 40,909 bytes are as many bytes as the weights: half of what is read.
+    calls = [call({"prefill": 10}, {"decode": 100}, num_prompt=105)] * 4
+    found = advice(situation(*calls, kv_dtype=before, kv_token_bytes=40_909), "kv-dtype")
+    assert found.change == {"--kv-dtype": smaller}
+    assert after(found, "tpot", 50) == pytest.approx(10 * (1 - gone / 2), rel=1e-3)
+    assert advice(situation(*calls, kv_dtype=before, kv_token_bytes=100), "kv-dtype") is None
+    assert advice(situation(*calls, kv_dtype="int8", kv_token_bytes=40_909), "kv-dtype") is None
+
+
+def test_what_changes_answers_is_told_after_what_does_not():
+    calls = [call({"prefill": 10}, {"decode": 100}, num_prompt=105)] * 4
+    shared = dict(num_threads=1, kv_token_bytes=400_000)
+    for before, order in (("f16", ["threads", "kv-dtype"]), ("int8", ["threads"])):
+        told = [a.lever for a in advise(situation(*calls, kv_dtype=before, **shared))]
+        assert told == order
+
+
 def test_the_prefix_cache_spares_what_repeats():
     calls = [call({"prefill": 100}, {}, repeated=r) for r in (0, 96, 96, 96)]
     found = advice(situation(*calls, prefix_cache=False), "prefix-cache")

@@ -136,6 +136,14 @@ class NativeBackend:
         return self._program
 
 
+def activation_bytes(
+    plan: Plan, formats: Mapping[str, str], *, kv: KVSpec, limits: StepLimits
+) -> int:
+    """Return the bytes of the buffers that steps of `plan` share, for weights in `formats`."""
+    builder = _Builder(lower(plan, formats), {}, {}, kv, limits)
+    return sum(builder.slot_bytes)
+
+
 class _Builder:
     """Puts a lowered plan into a native Program."""
 
@@ -156,6 +164,11 @@ class _Builder:
         self._roots = {op.out.id: op.out for op in plan.ops}
         self._vectors: dict[str, F32] = {}
         self._rope: dict[RopeTable, F32] = {}
+
+    @property
+    def slot_bytes(self) -> list[int]:
+        """Bytes of each slot of the arena."""
+        return list(self._arena.slot_bytes)
 
     def build(self, num_threads: int, isa: str | None) -> Any:
         limits, kv, plan = self._limits, self._kv, self._plan
@@ -181,7 +194,7 @@ class _Builder:
                 kv.dtype,
             ),
             bounds=(self._packed[embed.weights[0]].rows, self._num_positions),
-            slot_bytes=list(self._arena.slot_bytes),
+            slot_bytes=self.slot_bytes,
         )
         for op in plan.ops:
             inputs = [self._place(value) for value in op.inputs]

@@ -99,9 +99,7 @@ def _ordinary_ids(loaded: LoadedModel) -> Sequence[int]:
 def _row(cell: Cell, batches: Sequence[Batch]) -> dict[str, Any]:
     def figure(name: str) -> dict[str, float] | None:
         values = [value for batch in batches if (value := getattr(batch, name)) is not None]
-        if not values:
-            return None
-        return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+        return spread(values) if values else None
 
     names = Batch.__dataclass_fields__
     return {
@@ -111,6 +109,11 @@ def _row(cell: Cell, batches: Sequence[Batch]) -> dict[str, Any]:
         "rounds": len(batches),
         **{name: figure(name) for name in names},
     }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median of a figure over rounds, and its ends."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def grid(batches: Sequence[int], inputs: Sequence[int], output_tokens: int) -> Iterator[Cell]:

@@ -186,7 +186,7 @@ def evaluate(
     if (humaneval_file is not None or allow_code_execution) and not humaneval:
         raise ParameterError("--humaneval-file and --allow-code-execution need --humaneval")
     if humaneval:
-        _consent(allow_code_execution)
+        consent(allow_code_execution)
     work = Work(
         text=text, context=context, stride=context // 2 if stride is None else stride,
         limit=limit, **_read_files(tasks, prompts, limit), lengths=_integers(needle, "--needle"),
@@ -210,7 +210,7 @@ def evaluate(
         state.remove()
 
 
-def _consent(is_allowed: bool) -> None:
+def consent(is_allowed: bool) -> None:
     """Warn of what --humaneval does; raise where nobody has agreed to it."""
     from paceline.evaluate.sandbox import isolation
 

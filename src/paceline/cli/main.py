@@ -39,6 +39,7 @@ _COMMANDS = {
     "cache": "app",
     "quantize": "quantize",
     "eval": "evaluate",
+    "price": "price",
 }
 _SETTINGS: dict[str, Any] = {
     "rich_markup_mode": "markdown",

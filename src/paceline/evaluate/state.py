@@ -26,11 +26,15 @@ class State:
 
     The first line is the `identity` of the work, each other one item. A line that a kill cut short
     is dropped. Floats survive the file bit by bit, so a resumed run has the figures of a whole one.
+    `option` is how a user names another place for it.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, identity: Mapping[str, Any], *, option: str = "another file with --state"
+    ) -> None:
         self.path = path
         self.num_resumed = 0
+        self._option = option
         self._identity = json.loads(json.dumps(identity))
         self._items: dict[str, Any] = {}
         self._fd = -1
@@ -47,8 +51,8 @@ class State:
             ) from None
         except OSError as error:
             raise OutputError(
-                f"the state {self.path} cannot be written: {error.strerror}; name another file "
-                "with --state"
+                f"the state {self.path} cannot be written: {error.strerror}; name "
+                f"{self._option}"
             ) from None
         try:
             self._read()
@@ -90,7 +94,7 @@ class State:
             self._items = {line["key"]: line["value"] for line in lines[1:]}
         except (ValueError, IndexError, KeyError, TypeError):
             raise ParameterError(
-                f"{self.path} is no state of an evaluation: name another file with --state"
+                f"{self.path} is no state of an evaluation: delete it, or name {self._option}"
             ) from None
         if found != self._identity:
             names = sorted(
@@ -99,7 +103,7 @@ class State:
             )  # fmt: skip
             raise ParameterError(
                 f"{self.path} is the state of another evaluation (it differs in "
-                f"{', '.join(names)}): delete it, or name another file with --state"
+                f"{', '.join(names)}): delete it, or name {self._option}"
             )
         os.ftruncate(self._fd, len(whole))
         self.num_resumed = len(self._items)

@@ -22,6 +22,14 @@ _SMALL_BITS = 4.6  # a weight in the small formats: Q4_K_M, Q4_1
 _SLO_MARGIN = 1.6  # a step may take so many times what the streams' own tokens take
 _SLO_FLOOR = 17  # tokens: what `slo` always gives a prompt, and one stream
 
+# KV format -> the next smaller one, the share of its bytes that is left, and its price.
+_ROUNDED_KV = "quality, by the model: `paceline price MODEL --text FILE --kv f16,int8` tells it"
+_SMALLER_KV = {
+    "f32": ("f16", 0.5, "their rounding"),
+    "f16": ("int8", 0.52, _ROUNDED_KV),
+    "bf16": ("int8", 0.52, _ROUNDED_KV),
+}
+
 Change = Mapping[str, str]  # option of `paceline serve` -> value; "": it takes none
 Predict = Callable[[Finding], float]  # milliseconds after the change
 
@@ -34,6 +42,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
     predict: Predict
     price: str = ""
     is_trade: bool = False  # it takes from some calls what bounds others: told even at a net loss
+    is_lossy: bool = False  # answers change: told after what leaves them as they are
 
 
 Lever = Callable[[Situation], Proposal | None]
@@ -215,22 +224,25 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
 
 
 def smaller_kv(situation: Situation) -> Proposal | None:
-    """Keys and values in 16 bits: twice the tokens in the same memory, half the bytes to read."""
+    """Keys and values in fewer bits: more tokens in the same memory, fewer bytes to read."""
     server = situation.server
-    if server is None or server.kv_dtype != "f32":
+    if server is None or server.kv_dtype not in _SMALLER_KV:
         return None
+    smaller, left, price = _SMALLER_KV[server.kv_dtype]
+    gone = 1 - left
 
     def predict(finding: Finding) -> float:
         kv_bytes = finding.context_tokens * server.kv_token_bytes
         read = kv_bytes / (kv_bytes + server.weight_bytes)
         decode = _sum(finding, "decode") if finding.metric == "tpot" else 0.0
-        return finding.value_ms - 0.5 * _sum(finding, "kv_memory") - 0.5 * read * decode
+        return finding.value_ms - gone * (_sum(finding, "kv_memory") + read * decode)
 
     return Proposal(
-        change={"--kv-dtype": "f16"},
-        text="keys and values are kept in 32 bits",
+        change={"--kv-dtype": smaller},
+        text=f"keys and values are kept in {server.kv_dtype}: {smaller} takes {left:.0%} of that",
         predict=predict,
-        price="their rounding",
+        price=price,
+        is_lossy=price == _ROUNDED_KV,
     )
 
 

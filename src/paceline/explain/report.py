@@ -103,9 +103,9 @@ def advise(situation: Situation) -> list[Advice]:
 
     A change that makes the mean call longer is no advice, but for a trade: who streams beside
     long prompts, or waits for memory, is bound by the others, and they are the ones who pay.
-    What no option does comes last: another file answers differently.
+    What changes answers comes after what does not, and what no option does, another file, last.
     """
-    found = []
+    found: list[tuple[tuple[bool, bool, float], Advice]] = []
     curves = curves_of(situation.facts.calls)
     for name, lever in LEVERS.items():
         proposal = lever(situation)
@@ -113,8 +113,9 @@ def advise(situation: Situation) -> list[Advice]:
             advice = _advice(name, proposal, situation.findings, curves)
             worth = advice.whole_gain > 0 or proposal.is_trade
             if worth and advice.gain >= _LEAST_GAIN:
-                found.append(advice)
-    return sorted(found, key=lambda advice: (not advice.change, -advice.whole_gain))
+                order = (not advice.change, proposal.is_lossy, -advice.whole_gain)
+                found.append((order, advice))
+    return [advice for _, advice in sorted(found, key=lambda entry: entry[0])]
 
 
 def _advice(name: str, proposal: Proposal, found: Sequence[Finding], curves: Curves) -> Advice:

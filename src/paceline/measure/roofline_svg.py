@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
-from msgspec import Struct
-
+from paceline.measure.charts import Panel, caption, frame, line, polyline
 from paceline.measure.roofline import OpRow, Roofline, StepReport
 
 _WIDTH, _HEIGHT = 1180, 560
@@ -21,23 +20,6 @@ _STYLE = (
 )
 
 
-class Panel(Struct, frozen=True, kw_only=True):
-    """A log-log chart's place on the picture, and the values at its edges."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-
-    def x(self, value: float) -> float:
-        return self.left + self.width * _share(value, self.x_range)
-
-    def y(self, value: float) -> float:
-        return self.top + self.height * (1 - _share(value, self.y_range))
-
-
 def draw(found: Roofline) -> str:
     """Return an SVG document, on a light ground."""
     machine, plural = found.table.machine, "s" if found.num_threads > 1 else ""
@@ -47,8 +29,8 @@ def draw(found: Roofline) -> str:
         f'width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="Roofline of '
         f'{escape(found.model, quote=True)}"><style>{_STYLE}</style>',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(40, 36, f"{found.model} under the roofline", "title"),
-        _text(40, 57, where, "sub"),
+        caption(40, 36, f"{found.model} under the roofline", "title"),
+        caption(40, 57, where, "sub"),
         *_roofline_panel(found),
         *_cost_panel(found),
         "</svg>",
@@ -70,8 +52,8 @@ def _roofline_panel(found: Roofline) -> Iterator[str]:
         x_range=(min(0.5, *intensities) / 1.4, max(500.0, *intensities) * 1.6),
         y_range=(min(speeds) / 1.8, peak * 2.2),
     )  # fmt: skip
-    yield _text(panel.left, 84, "multiply-adds a second, by multiply-adds a byte", "label")
-    yield from _frame(panel, "multiply-adds for each byte read", "GMAC/s")
+    yield caption(panel.left, 84, "multiply-adds a second, by multiply-adds a byte", "label")
+    yield from frame(panel, "multiply-adds for each byte read", "GMAC/s")
     yield _roof(panel, ceilings.memory_bytes_s / 1e9, peak)
     for read in reversed(ceilings.reads):
         is_memory = read.level == "memory"
@@ -106,7 +88,7 @@ def _ops(panel: Panel, step: StepReport, color: str) -> Iterator[str]:
             f'<line x1="{x + side * radius:.1f}" y1="{y:.1f}" x2="{at - side * 3:.1f}" '
             f'y2="{lowest - 4:.1f}" stroke="{_FAINT}" stroke-width="0.8"/>'
         )
-        yield _text(at, lowest, row.kind, "label", anchor="end" if is_left else "start")
+        yield caption(at, lowest, row.kind, "label", anchor="end" if is_left else "start")
 
 
 def _peaks(found: Roofline) -> list[tuple[str, float]]:
@@ -148,7 +130,7 @@ def _diagonal(
     if x0 >= x1:
         return
     color, width = (_INK, 2.0) if is_strong else (_FAINT, 1.0)
-    yield _line(panel, (x0, x0 * bytes_s), (x1, x1 * bytes_s), color, width)
+    yield line(panel, (x0, x0 * bytes_s), (x1, x1 * bytes_s), color, width)
     x, y = panel.x(x0 * 1.25), panel.y(x0 * 1.25 * bytes_s)
     slope = math.degrees(
         math.atan2(panel.y(x0 * bytes_s) - panel.y(x1 * bytes_s), panel.x(x1) - panel.x(x0))
@@ -162,8 +144,8 @@ def _diagonal(
 def _horizontal(panel: Panel, speed: float, bytes_s: float, name: str) -> Iterator[str]:
     x1 = panel.x_range[1]
     x0 = min(max(speed / bytes_s, panel.x_range[0]), x1)
-    yield _line(panel, (x0, speed), (x1, speed), _INK, 2.0)
-    yield _text(panel.x(x0) + 10, panel.y(speed) - 6, f"{name} {speed:,.0f} GMAC/s", "axis")
+    yield line(panel, (x0, speed), (x1, speed), _INK, 2.0)
+    yield caption(panel.x(x0) + 10, panel.y(speed) - 6, f"{name} {speed:,.0f} GMAC/s", "axis")
 
 
 def _legend(found: Roofline, panel: Panel) -> Iterator[str]:
@@ -184,7 +166,7 @@ def _legend(found: Roofline, panel: Panel) -> Iterator[str]:
     for i, (color, text) in enumerate(entries):
         x = panel.left + i * 310
         yield f'<circle cx="{x + 6:.1f}" cy="{y - 4:.1f}" r="6" fill="{color}"/>'
-        yield _text(x + 18, y, text, "label")
+        yield caption(x + 18, y, text, "label")
 
 
 # ---- cost of a step ----
@@ -198,12 +180,12 @@ def _cost_panel(found: Roofline) -> Iterator[str]:
         x_range=(0.85, costs[-1].num_tokens * 1.2),
         y_range=(min(values) / 1.5, max(values) * 1.6),
     )  # fmt: skip
-    yield _text(panel.left, 84, "cost of a step, by its tokens", "label")
-    yield from _frame(panel, "tokens in the step", "ms", xs=[p.num_tokens for p in costs])
+    yield caption(panel.left, 84, "cost of a step, by its tokens", "label")
+    yield from frame(panel, "tokens in the step", "ms", xs=[p.num_tokens for p in costs])
     floor = [(point.num_tokens, point.floor_s * 1e3) for point in costs]
     measured = [(point.num_tokens, point.measured_s * 1e3) for point in costs]
-    yield _path(panel, floor, _INK, dash="5 4")
-    yield _path(panel, measured, _PREFILL)
+    yield polyline(panel, floor, _INK, dash="5 4")
+    yield polyline(panel, measured, _PREFILL)
     for n, cost in measured:
         yield (
             f'<circle cx="{panel.x(n):.1f}" cy="{panel.y(cost):.1f}" r="4" fill="{_PREFILL}">'
@@ -219,69 +201,9 @@ def _cost_panel(found: Roofline) -> Iterator[str]:
         'text-anchor="end">measured</text>'
     )
     one = costs[0].measured_s
-    yield _text(
+    yield caption(
         panel.left, panel.top + panel.height + 56,
         f"1 token {one * 1e3:.1f} ms, {costs[-1].num_tokens} tokens "
         f"{costs[-1].measured_s * 1e3:,.0f} ms",
         "label",
     )  # fmt: skip
-
-
-# ---- parts of charts ----
-
-
-def _frame(panel: Panel, x_name: str, y_name: str, xs: Sequence[float] = ()) -> Iterator[str]:
-    bottom, right = panel.top + panel.height, panel.left + panel.width
-    for value in xs or _ticks(panel.x_range):
-        x = panel.x(value)
-        yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{panel.top}" y2="{bottom}"/>'
-        yield _text(x, bottom + 16, _number(value), "axis", anchor="middle")
-    for value in _ticks(panel.y_range):
-        y = panel.y(value)
-        yield f'<line class="grid" x1="{panel.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield _text(panel.left - 8, y + 4, _number(value), "axis", anchor="end")
-    yield (
-        f'<rect class="frame" x="{panel.left}" y="{panel.top}" width="{panel.width}" '
-        f'height="{panel.height}"/>'
-    )
-    yield _text((panel.left + right) / 2, bottom + 34, x_name, "axis", anchor="middle")
-    yield _text(panel.left - 8, panel.top - 6, y_name, "axis", anchor="end")
-
-
-def _ticks(limits: tuple[float, float]) -> list[float]:
-    """Return the powers of ten within, or with few of them also their doubles and fives."""
-    low, high = limits
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if math.log10(high / low) < 2.5 else (1,)
-    ticks = [step * 10.0**decade for decade in decades for step in steps]
-    return [tick for tick in ticks if low <= tick <= high]
-
-
-def _path(panel: Panel, points: Iterable[tuple[float, float]], color: str, dash: str = "") -> str:
-    where = " ".join(f"{panel.x(x):.1f},{panel.y(y):.1f}" for x, y in points)
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{where}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>'
-
-
-def _line(
-    panel: Panel, a: tuple[float, float], b: tuple[float, float], color: str, width: float
-) -> str:
-    return (
-        f'<line x1="{panel.x(a[0]):.1f}" y1="{panel.y(a[1]):.1f}" x2="{panel.x(b[0]):.1f}" '
-        f'y2="{panel.y(b[1]):.1f}" stroke="{color}" stroke-width="{width}"/>'
-    )
-
-
-def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-    )
-
-
-def _share(value: float, limits: tuple[float, float]) -> float:
-    low, high = limits
-    return math.log(value / low) / math.log(high / low)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"

@@ -1,0 +1,1 @@
+"""The price list: what each format of weights and of the KV cache costs, and what it buys."""
