@@ -51,8 +51,7 @@ class State:
             ) from None
         except OSError as error:
             raise OutputError(
-                f"the state {self.path} cannot be written: {error.strerror}; name "
-                f"{self._option}"
+                f"the state {self.path} cannot be written: {error.strerror}; name {self._option}"
             ) from None
         try:
             self._read()
