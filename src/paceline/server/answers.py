@@ -34,12 +34,14 @@ from paceline.server.params import (
     split_prompts,
     structured_field,
 )
+from paceline.server.reasoning import opening, reasoned, template_variables
 from paceline.server.schema import ChatRequest, CompletionRequest
 from paceline.server.sse import EventStream
 from paceline.server.timekeeping import CALL
 from paceline.server.timeline import engine_id, server_timing
 from paceline.server.tokens import check_model
 from paceline.server.tools import ToolUse, check_tools, compile_calls, tool_use
+from paceline.text.reasoning import Opening
 from paceline.text.tool_calls import ToolReader
 from paceline.text.tools import tool_style
 from paceline.types import Request, SamplingParams, Usage
@@ -65,12 +67,16 @@ def is_short(body: bytes) -> bool:
 
 
 class Prepared(Struct, frozen=True):
-    """A call, ready to be submitted; `prompts` are token ids."""
+    """A call, ready to be submitted; `prompts` are token ids.
+
+    `opening`: where the answers of a model that reasons begin.
+    """
 
     asked: Asked
     params: SamplingParams
     prompts: list[list[int]]
     use: ToolUse | None = None
+    opening: Opening | None = None
 
 
 class Answers:
@@ -124,21 +130,23 @@ class Answers:
                     request.tools, request.tool_choice, request.parallel_tool_calls,
                     wants_objects=asked.wants_objects,
                 )  # fmt: skip
-                return Prepared(asked, params, self._encode_chat(request, use, call), use)
+                ids = self._encode_chat(request, use, call)
+                return Prepared(asked, params, [ids], use, opening(self._loaded, ids))
             return Prepared(asked, params, self._encode_prompts(request, call))
 
-    def _encode_chat(
-        self, request: ChatRequest, use: ToolUse | None, call: Call
-    ) -> list[list[int]]:
+    def _encode_chat(self, request: ChatRequest, use: ToolUse | None, call: Call) -> list[int]:
+        template = "" if self._loaded.template is None else self._loaded.template.source
+        variables = template_variables(request, template)
         call.lap(Part.PARSE)
         ids = encode_conversation(
             self._loaded,
             request.messages,
             tools=use.objects if use else (),
+            variables=variables,
             on_rendered=lambda: call.lap(Part.TEMPLATE),
         )
         call.lap(Part.TOKENISE)
-        return [ids]
+        return ids
 
     def _encode_prompts(self, request: CompletionRequest, call: Call) -> list[list[int]]:
         prompts = split_prompts(request.prompt)
@@ -152,6 +160,8 @@ class Answers:
         asked, params, prompts = prepared.asked, prepared.params, prepared.prompts
         request = asked.request
         grammar = await self._compile(prepared, call)
+        if isinstance(request, ChatRequest):
+            grammar = reasoned(self._loaded, grammar, prepared.opening, request)
         wants_figures = self._wants_figures(request, http)
         call.id = asked.id_prefix + uuid.uuid4().hex
         writer = asked.writer(self._frame(prepared, call, wants_figures=wants_figures))
@@ -196,6 +206,7 @@ class Answers:
             num_prompt_tokens=sum(map(len, prompts)),
             prefixes=self._prefixes(request, prompts, prepared.params),
             new_reader=self._new_reader(prepared.use),
+            opening=prepared.opening,
             figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
 

@@ -79,6 +79,11 @@ class Grammars:
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
         self._checked: OrderedDict[bytes, str] = OrderedDict()
 
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokens that end an answer."""
+        return self._eos_ids
+
     def compile(self, structured: Structured) -> Grammar:
         """Return the grammar of `structured`. Raises ParameterError saying what is wrong in it."""
         source, levels = _source(structured)
