@@ -21,6 +21,7 @@ from paceline.measure.ledger import Part
 from paceline.server.admission import Admission, Limits
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
+from paceline.server.compiling import Compilers
 from paceline.server.conversation import encode_conversation
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
@@ -88,7 +89,7 @@ class Answers:
         self._outbox: Outbox | None = None
         self._num_open = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
-        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._compilers = Compilers()
 
     def start(self) -> None:
         """Take calls from now on. For the event loop's thread."""
@@ -97,7 +98,7 @@ class Answers:
     def close(self) -> None:
         """End the threads; what they have not begun is left."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
 
     async def answer(
         self, http: HttpRequest, read: Read, *, is_quick: Callable[[bytes], bool] = is_short
@@ -113,9 +114,13 @@ class Answers:
                 429, f"{MAX_OPEN_CALLS} calls are open: try again later",
                 retry_after_s=self._admission.predict_s(tenant=tenant(http.scope)) or 1.0,
             )  # fmt: skip
-        prepared = await self._prepare(read, body, call, is_quick=is_quick(body))
-        with own_words(prepared.asked):
-            return await self._answer(http, prepared, call)
+        self._num_open += 1
+        try:
+            prepared = await self._prepare(read, body, call, is_quick=is_quick(body))
+            with own_words(prepared.asked):
+                return await self._answer(http, prepared, call)
+        finally:
+            self._num_open -= 1
 
     def _read(self, read: Read, body: bytes, call: Call) -> Prepared:
         """Return a body as parameters and the ids of its prompts."""
@@ -226,7 +231,9 @@ class Answers:
 
         call.lap(Part.PARSE)
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+            grammar = await self._compilers.run(
+                work, param=structured_field(request) if params.structured else "tools"
+            )
         except ParameterError as error:
             raise ApiError(400, str(error), param=structured_field(request)) from None
         call.lap(Part.GRAMMAR)
@@ -304,7 +311,6 @@ class Answers:
     ) -> Response:
         wants_logprobs = generation.requests[0].params.logprobs is not None
         builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
-        self._num_open += 1
         try:
             async with generation.attended(http.receive):
                 async for burst in generation.bursts():
@@ -312,8 +318,6 @@ class Answers:
                         builders[idx].add(delta)
         except ClientGoneError:
             return Response(status_code=499)
-        finally:
-            self._num_open -= 1
         body = writer.whole([builder.choice() for builder in builders], generation.n)
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)
