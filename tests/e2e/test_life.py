@@ -145,6 +145,7 @@ def test_sigterm_lets_calls_end_and_refuses_new_ones(long_script_path):
         events = stream.end()
         assert 1 < time.monotonic() - start < 8
         assert "shutting down" in events[-1]["error"]["message"]
+        assert events[-1]["error"]["code"] == "shutting_down"
         assert server.process.wait(10) in (143, -signal.SIGTERM)
 
 

@@ -48,8 +48,8 @@ def test_schemas_within_a_grammar_count_by_themselves():
     source = (
         'start: a (b | "c")\na: %json {"type": "object", "properties": {}}\nb: %json{"a": [[]]}'
     )
-    assert grammar_levels(source) == (4, 3)
-    assert grammar_levels('start: "%json {" a\na: "("') == (4, 0)
+    assert grammar_levels(source) == (4, 3, 0)
+    assert grammar_levels('start: "%json {" a\na: "("') == (4, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,21 @@ def test_a_tools_schema_is_held_to_the_same(grammars):
     grammars.check_schema(chain_of_refs(980))
     with pytest.raises(ParameterError, match="at most 4000 are allowed"):
         grammars.check_schema(chain_of_refs(2000))
+
+
+def test_a_structure_with_too_many_properties_is_refused(grammars):
+    def wide(num):
+        return {"type": "object", "properties": {f"p{i}": {} for i in range(num)}}
+
+    halves = {"anyOf": [wide(1001), wide(1000)]}
+    for structured in (
+        Structured(json_schema=halves),
+        Structured(grammar=f"start: %json {json.dumps(halves)}"),
+    ):
+        with pytest.raises(ParameterError, match="has 2001 properties: at most 2000 are allowed"):
+            grammars.compile(structured)
+    with pytest.raises(ParameterError, match="2001 properties"):
+        grammars.check_schema(halves)
 
 
 def test_what_happens_on_the_deep_stack_comes_back():

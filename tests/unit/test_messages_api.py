@@ -137,7 +137,7 @@ def test_a_named_tool_is_the_only_one_that_may_be_called():
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking"),
+        ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
         ({"speed": "fast"}, "speed"), ({"container": "c"}, "container"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),

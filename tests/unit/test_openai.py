@@ -89,7 +89,7 @@ def test_chat_logprobs_are_a_flag_and_a_count():
     ("field", "value"),
     [
         ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("store", True),
-        ("reasoning_effort", "low"), ("verbosity", "low"), ("audio", {}), ("echo", False),
+        ("reasoning_effort", "extreme"), ("verbosity", "low"), ("audio", {}), ("echo", False),
         ("best_of", 1), ("suffix", ""), ("service_tier", "scale"),
         ("guided_json", {}), ("temprature", 1), ("use_beam_search", False),
     ],

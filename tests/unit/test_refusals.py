@@ -99,7 +99,7 @@ def test_a_neutral_field_is_told_with_the_values_that_it_may_have(field, value, 
     ("field", "good", "bad"),
     [
         ("reasoning", [{}, {"effort": "none"}, {"effort": None, "summary": None}],
-         [{"effort": "low"}, {"effort": "none", "summary": "auto"}, "none", []]),
+         [{"effort": "most"}, {"effort": "none", "summary": "auto"}, "none", []]),
         ("top_logprobs", [0], [False, 1, ""]),
         ("background", [False], [True, 0]),
     ],

@@ -93,11 +93,13 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         on_rendered: Callable[[], object] = lambda: None,
     ) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's turn.
 
         A template that knows no tools gets a conversation in which all about them is words.
+        `variables` are what else it reads, as `enable_thinking`.
         `on_rendered` is called between the template's work and the tokenizer's.
         """
         if self.template is None:
@@ -111,8 +113,9 @@ class LoadedModel(Struct, frozen=True, kw_only=True):
         if tool_style(self.template.source) is ToolStyle.DESCRIBED:
             told, listed = described(told, listed, template=self.template.source), []
         return self.template.encode(
-            told, self.tokenizer, tools=listed or None, on_rendered=on_rendered
-        )
+            told, self.tokenizer, tools=listed or None, variables=variables,
+            on_rendered=on_rendered,
+        )  # fmt: skip
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
         """Return `params.structured` compiled, None if it is None. May take a second.

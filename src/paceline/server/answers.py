@@ -21,6 +21,7 @@ from paceline.measure.ledger import Part
 from paceline.server.admission import Admission, Limits
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
+from paceline.server.compiling import Compilers
 from paceline.server.conversation import encode_conversation
 from paceline.server.delivery import ClientGoneError, Generation, Outbox
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
@@ -34,12 +35,14 @@ from paceline.server.params import (
     split_prompts,
     structured_field,
 )
+from paceline.server.reasoning import opening, reasoned, template_variables
 from paceline.server.schema import ChatRequest, CompletionRequest
 from paceline.server.sse import EventStream
 from paceline.server.timekeeping import CALL
 from paceline.server.timeline import engine_id, server_timing
 from paceline.server.tokens import check_model
 from paceline.server.tools import ToolUse, check_tools, compile_calls, tool_use
+from paceline.text.reasoning import Opening
 from paceline.text.tool_calls import ToolReader
 from paceline.text.tools import tool_style
 from paceline.types import Request, SamplingParams, Usage
@@ -65,12 +68,16 @@ def is_short(body: bytes) -> bool:
 
 
 class Prepared(Struct, frozen=True):
-    """A call, ready to be submitted; `prompts` are token ids."""
+    """A call, ready to be submitted; `prompts` are token ids.
+
+    `opening`: where the answers of a model that reasons begin.
+    """
 
     asked: Asked
     params: SamplingParams
     prompts: list[list[int]]
     use: ToolUse | None = None
+    opening: Opening | None = None
 
 
 class Answers:
@@ -82,7 +89,7 @@ class Answers:
         self._outbox: Outbox | None = None
         self._num_open = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-text")
-        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._compilers = Compilers()
 
     def start(self) -> None:
         """Take calls from now on. For the event loop's thread."""
@@ -91,7 +98,7 @@ class Answers:
     def close(self) -> None:
         """End the threads; what they have not begun is left."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
 
     async def answer(
         self, http: HttpRequest, read: Read, *, is_quick: Callable[[bytes], bool] = is_short
@@ -107,9 +114,13 @@ class Answers:
                 429, f"{MAX_OPEN_CALLS} calls are open: try again later",
                 retry_after_s=self._admission.predict_s(tenant=tenant(http.scope)) or 1.0,
             )  # fmt: skip
-        prepared = await self._prepare(read, body, call, is_quick=is_quick(body))
-        with own_words(prepared.asked):
-            return await self._answer(http, prepared, call)
+        self._num_open += 1
+        try:
+            prepared = await self._prepare(read, body, call, is_quick=is_quick(body))
+            with own_words(prepared.asked):
+                return await self._answer(http, prepared, call)
+        finally:
+            self._num_open -= 1
 
     def _read(self, read: Read, body: bytes, call: Call) -> Prepared:
         """Return a body as parameters and the ids of its prompts."""
@@ -124,21 +135,23 @@ class Answers:
                     request.tools, request.tool_choice, request.parallel_tool_calls,
                     wants_objects=asked.wants_objects,
                 )  # fmt: skip
-                return Prepared(asked, params, self._encode_chat(request, use, call), use)
+                ids = self._encode_chat(request, use, call)
+                return Prepared(asked, params, [ids], use, opening(self._loaded, ids))
             return Prepared(asked, params, self._encode_prompts(request, call))
 
-    def _encode_chat(
-        self, request: ChatRequest, use: ToolUse | None, call: Call
-    ) -> list[list[int]]:
+    def _encode_chat(self, request: ChatRequest, use: ToolUse | None, call: Call) -> list[int]:
+        template = "" if self._loaded.template is None else self._loaded.template.source
+        variables = template_variables(request, template)
         call.lap(Part.PARSE)
         ids = encode_conversation(
             self._loaded,
             request.messages,
             tools=use.objects if use else (),
+            variables=variables,
             on_rendered=lambda: call.lap(Part.TEMPLATE),
         )
         call.lap(Part.TOKENISE)
-        return [ids]
+        return ids
 
     def _encode_prompts(self, request: CompletionRequest, call: Call) -> list[list[int]]:
         prompts = split_prompts(request.prompt)
@@ -152,6 +165,8 @@ class Answers:
         asked, params, prompts = prepared.asked, prepared.params, prepared.prompts
         request = asked.request
         grammar = await self._compile(prepared, call)
+        if isinstance(request, ChatRequest):
+            grammar = reasoned(self._loaded, grammar, prepared.opening, request)
         wants_figures = self._wants_figures(request, http)
         call.id = asked.id_prefix + uuid.uuid4().hex
         writer = asked.writer(self._frame(prepared, call, wants_figures=wants_figures))
@@ -196,6 +211,7 @@ class Answers:
             num_prompt_tokens=sum(map(len, prompts)),
             prefixes=self._prefixes(request, prompts, prepared.params),
             new_reader=self._new_reader(prepared.use),
+            opening=prepared.opening,
             figures=(lambda: call.figures(time.monotonic_ns())) if wants_figures else None,
         )
 
@@ -215,7 +231,9 @@ class Answers:
 
         call.lap(Part.PARSE)
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+            grammar = await self._compilers.run(
+                work, param=structured_field(request) if params.structured else "tools"
+            )
         except ParameterError as error:
             raise ApiError(400, str(error), param=structured_field(request)) from None
         call.lap(Part.GRAMMAR)
@@ -293,7 +311,6 @@ class Answers:
     ) -> Response:
         wants_logprobs = generation.requests[0].params.logprobs is not None
         builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
-        self._num_open += 1
         try:
             async with generation.attended(http.receive):
                 async for burst in generation.bursts():
@@ -301,8 +318,6 @@ class Answers:
                         builders[idx].add(delta)
         except ClientGoneError:
             return Response(status_code=499)
-        finally:
-            self._num_open -= 1
         body = writer.whole([builder.choice() for builder in builders], generation.n)
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)

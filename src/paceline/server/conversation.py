@@ -14,6 +14,7 @@ import msgspec
 
 from paceline.server.errors import ApiError
 from paceline.server.refusals import refusal
+from paceline.text.reasoning import reasons
 
 if TYPE_CHECKING:
     from paceline.engine.build import LoadedModel
@@ -35,11 +36,12 @@ class CacheBreakpoint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _CACHE_MARKS = {"cache_control": CacheControl, "prompt_cache_breakpoint": CacheBreakpoint}
 _MESSAGE = {"role": Any, "content": Any, "name": str, **_CACHE_MARKS}
+_THINKING = ("reasoning_content", "reasoning")  # two names of one field
 # The fields of each role; one of Any is looked at by who uses it. `parsed` and `parsed_arguments`
 # are what OpenAI's package made of the text beside them.
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("system", "developer", "user"), _MESSAGE),
-    "assistant": {**_MESSAGE, "tool_calls": Any, "reasoning_content": str, "parsed": Any},
+    "assistant": {**_MESSAGE, "tool_calls": Any, "parsed": Any, **dict.fromkeys(_THINKING, str)},
     "tool": {**_MESSAGE, "tool_call_id": str},
 }
 _CALL = {"id": str, "type": Literal["function"], "function": Any, "index": int}
@@ -51,8 +53,8 @@ _PARTS: Mapping[str, Mapping[str, Any]] = {
 }
 # Of replies, this server's and others': accepted while they are empty.
 _OF_REPLIES = frozenset({
-    "refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning",
-    "reasoning_content", "reasoning_details", "thinking_blocks", "images", "logprobs",
+    "refusal", "annotations", "audio", "function_call", "tool_calls", *_THINKING,
+    "reasoning_details", "thinking_blocks", "images", "logprobs",
     "provider_specific_fields",
 })  # fmt: skip
 
@@ -62,18 +64,32 @@ def encode_conversation(
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
     on_rendered: Callable[[], object] = lambda: None,
 ) -> list[int]:
     """Return the token ids of a client's messages. Raises ApiError naming a field at fault."""
     template = "" if loaded.template is None else loaded.template.source
     check_messages(messages, template=template)
-    return loaded.encode_chat(messages, tools=tools, on_rendered=on_rendered)
+    return loaded.encode_chat(
+        [_with_thinking(message) for message in messages], tools=tools, variables=variables,
+        on_rendered=on_rendered,
+    )  # fmt: skip
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose thinking stands where chat templates look for it."""
+    if message.get("role") != "assistant" or not message.get("reasoning"):
+        return message
+    told = {**message, "reasoning_content": message["reasoning"]}
+    del told["reasoning"]
+    return told
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]], *, template: str) -> None:
     """Raise ApiError for the first field of a message that has no meaning here.
 
-    Thinking of earlier turns (`reasoning_content`) has one where `template` reads it.
+    Thinking of earlier turns (`reasoning_content`, or `reasoning`) has one where the model reasons
+    or `template` reads it.
     """
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
@@ -81,14 +97,24 @@ def check_messages(messages: Sequence[Mapping[str, Any]], *, template: str) -> N
         if not isinstance(role, str) or role not in _FIELDS:
             continue  # the role is refused by whoever reads it
         _check_fields(message, _FIELDS[role], path)
-        if message.get("reasoning_content") and "reasoning_content" not in template:
-            raise ApiError(
-                400, f"{path}.reasoning_content is not read by this model's chat template: leave "
-                "it out", param=f"{path}.reasoning_content", code="unsupported_parameter",
-            )  # fmt: skip
+        _check_thinking(message, path, template)
         _check_parts(message.get("content"), f"{path}.content")
         if role == "assistant":
             _check_calls(message.get("tool_calls"), f"{path}.tool_calls")
+
+
+def _check_thinking(message: Mapping[str, Any], path: str, template: str) -> None:
+    given = [name for name in _THINKING if message.get(name)]
+    if len({message[name] for name in given}) > 1:
+        raise ApiError(
+            400, f"{path}.reasoning and {path}.reasoning_content differ: send one of them",
+            param=f"{path}.reasoning",
+        )  # fmt: skip
+    if given and not (reasons(template) or "reasoning_content" in template):
+        raise ApiError(
+            400, f"{path}.{given[0]} is not read by this model's chat template: leave it out",
+            param=f"{path}.{given[0]}", code="unsupported_parameter",
+        )  # fmt: skip
 
 
 def _check_parts(content: object, path: str) -> None:

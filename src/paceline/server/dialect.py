@@ -13,6 +13,7 @@ from paceline.completion import Choice
 from paceline.errors import PacelineError
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.schema import ChatRequest, CompletionRequest
+from paceline.text.reasoning import Opening, Thought, ThoughtCount, ThoughtReader
 from paceline.text.tool_calls import Content, Piece
 from paceline.types import Delta, FinishReason, SamplingParams, Usage
 
@@ -29,7 +30,7 @@ class Frame(Struct, frozen=True, kw_only=True):
     """What a writer is told of its call. `figures` are asked for when the usage is written.
 
     `prefixes`, one a choice, are written before the texts. `new_reader` makes what finds the calls
-    in a choice's text; None: it holds none.
+    in a choice's text; None: it holds none. `opening`: where answers of a model that reasons begin.
     """
 
     answer_id: str
@@ -39,7 +40,13 @@ class Frame(Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     prefixes: Sequence[str] = ()
     new_reader: Callable[[], ToolReader] | None = None
+    opening: Opening | None = None
     figures: Callable[[], dict[str, Any]] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there may be more in an answer than words."""
+        return self.new_reader is not None or self.opening is not None
 
 
 class Writer(Protocol):
@@ -128,20 +135,40 @@ class Names(Struct, frozen=True):
 
 
 class PieceReader:
-    """Reads the text of one choice, whole or in deltas, as words and calls."""
+    """Reads one choice, whole or in deltas, as thoughts, words and calls."""
 
-    def __init__(self, new_reader: Callable[[], ToolReader] | None) -> None:
-        self._reader = None if new_reader is None else new_reader()
+    def __init__(self, frame: Frame) -> None:
+        self._tools = None if frame.new_reader is None else frame.new_reader()
+        self._thoughts = self._count = None
+        if frame.opening is not None:
+            self._thoughts = ThoughtReader(frame.opening)
+            self._count = ThoughtCount(frame.opening, frame.tokenizer)
 
     @property
     def has_only_whole_calls(self) -> bool:
-        return self._reader is not None and self._reader.has_only_whole_calls
+        return self._tools is not None and self._tools.has_only_whole_calls
 
-    def read(self, text: str, finish_reason: FinishReason | None) -> list[Piece]:
+    @property
+    def num_thought(self) -> int:
+        """Tokens of the thinking so far."""
+        return 0 if self._count is None else self._count.num_tokens
+
+    def read(
+        self, text: str, finish_reason: FinishReason | None, token_ids: Sequence[int]
+    ) -> list[Piece]:
         """Return what is certain by now; with a finish reason, all the rest."""
-        if self._reader is None:
-            return [Content(text)] if text else []
-        pieces = self._reader.feed(text) if text else []
+        pieces: list[Piece] = []
+        if self._thoughts is not None and self._count is not None:
+            self._count.feed(token_ids)
+            thought, text = self._thoughts.feed(text)
+            if finish_reason is not None:
+                more, said = self._thoughts.finish(is_cut=finish_reason == "length")
+                thought, text = thought + more, text + said
+            if thought:
+                pieces.append(Thought(thought))
+        if self._tools is None:
+            return [*pieces, Content(text)] if text else pieces
+        pieces += self._tools.feed(text) if text else []
         if finish_reason is not None:
-            pieces += self._reader.finish(is_cut=finish_reason == "length")
+            pieces += self._tools.finish(is_cut=finish_reason == "length")
         return pieces

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from paceline.completion import Choice
 from paceline.errors import PacelineError
-from paceline.server.dialect import ApiRequest, Frame
+from paceline.server.dialect import ApiRequest, Frame, PieceReader
 from paceline.server.errors import ApiError, error_body
 from paceline.server.schema import ChatRequest, CompletionRequest, parse
 from paceline.server.sse import DONE, event
 from paceline.server.tools import message_fields, piece_delta
 from paceline.types import Delta, FinishReason, TokenLogprob, Usage
-
-if TYPE_CHECKING:
-    from paceline.text.tool_calls import ToolReader
 
 Endpoint = Literal["chat", "completion"]
 
@@ -61,7 +58,7 @@ def _floor(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
 
 
-def _finish_reason(reason: FinishReason | None, reader: ToolReader) -> str | None:
+def _finish_reason(reason: FinishReason | None, reader: PieceReader) -> str | None:
     """A cut answer stays "length", whatever calls it holds."""
     return "tool_calls" if reason == "stop" and reader.has_only_whole_calls else reason
 
@@ -70,7 +67,8 @@ class Formatter:
     """A Writer of chat completions and of completions.
 
     `prefixes`, one a choice, are written before the texts. With `num_prompt_tokens` every chunk
-    has the usage so far. `new_reader` makes what finds the calls in a choice's text. `figures` are
+    has the usage so far. `new_reader` makes what reads a choice as thoughts,
+    words and calls; None: all is words. `figures` are
     asked for when the usage is written, and go with it as `usage.paceline`.
     """
 
@@ -87,7 +85,8 @@ class Formatter:
         include_usage: bool = False,
         num_prompt_tokens: int | None = None,
         prefixes: Sequence[str] = (),
-        new_reader: Callable[[], ToolReader] | None = None,
+        new_reader: Callable[[], PieceReader] | None = None,
+        reasons: bool = False,
         figures: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._is_chat = endpoint == "chat"
@@ -96,7 +95,8 @@ class Formatter:
         self._include_usage = include_usage
         self._figures = figures
         self._new_reader = new_reader
-        self._readers: dict[int, ToolReader] = {}
+        self._reasons = reasons
+        self._readers: dict[int, PieceReader] = {}
         self._prefixes = prefixes
         self._num_prompt_tokens = num_prompt_tokens
         self._num_completion_tokens = 0
@@ -154,14 +154,9 @@ class Formatter:
         return written
 
     def _read(self, index: int, delta: Delta) -> tuple[bytes, str | None]:
-        """Return the chunks of an answer that may hold calls, and why it ends if it does."""
-        assert self._new_reader is not None
-        reader = self._readers.get(index)
-        if reader is None:
-            reader = self._readers[index] = self._new_reader()
-        pieces = reader.feed(delta.text) if delta.text else []
-        if delta.finish_reason is not None:
-            pieces += reader.finish(is_cut=delta.finish_reason == "length")
+        """Return the chunks of an answer that is read, and why it ends if it does."""
+        reader = self._reader(index)
+        pieces = reader.read(delta.text, delta.finish_reason, delta.token_ids)
         deltas = [piece_delta(piece) for piece in pieces]
         if not deltas and self._wants_logprobs and delta.logprobs:
             deltas = [{"content": ""}]  # held back, but its scores are not
@@ -171,14 +166,20 @@ class Formatter:
             written += self._chunk(index, b'"delta":' + _encode(fields), b"null", scores)
         return written, _finish_reason(delta.finish_reason, reader)
 
+    def _reader(self, index: int) -> PieceReader:
+        assert self._new_reader is not None
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = self._new_reader()
+        return reader
+
     def _message(self, index: int, choice: Choice) -> tuple[dict[str, Any], str]:
         """Return the message of a finished choice, and why it ended."""
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._new_reader is None:
             return message, choice.finish_reason
-        reader = self._new_reader()
-        pieces = reader.feed(choice.text)
-        pieces += reader.finish(is_cut=choice.finish_reason == "length")
+        reader = self._reader(index)
+        pieces = reader.read(choice.text, choice.finish_reason, choice.token_ids)
         message.update(message_fields(pieces))
         return message, _finish_reason(choice.finish_reason, reader) or choice.finish_reason
 
@@ -207,6 +208,9 @@ class Formatter:
 
     def _usage(self, usages: Sequence[Usage], n: int) -> dict[str, Any]:
         usage = usage_object(usages, n)
+        if self._reasons:
+            num_thought = sum(reader.num_thought for reader in self._readers.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
         return usage if self._figures is None else {**usage, "paceline": self._figures()}
 
     def _chunk(
@@ -297,7 +301,8 @@ class OpenAIAsked(msgspec.Struct, frozen=True):
             include_usage=wants_usage or frame.figures is not None,
             num_prompt_tokens=frame.num_prompt_tokens if counts_up else None,
             prefixes=frame.prefixes,
-            new_reader=frame.new_reader,
+            new_reader=(lambda: PieceReader(frame)) if frame.is_read else None,
+            reasons=frame.opening is not None,
             figures=frame.figures,
         )
 

@@ -21,7 +21,6 @@ _NEUTRAL_CHAT: Neutral = {
     "audio": (),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "store": (False,),
@@ -38,6 +37,7 @@ INFORMATIONAL: dict[str, type] = {
 }
 
 ServiceTier = Literal["auto", "default", "flex", "priority"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Words = Annotated[list[str], msgspec.Meta(max_length=1024)]
 
 
@@ -140,6 +140,9 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -38,12 +38,15 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET  # of a model that reasons
 
 
 class ChatMessage(Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same
 
 
 class ChatChoice(Struct):

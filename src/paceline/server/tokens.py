@@ -13,6 +13,7 @@ from paceline.engine.checks import check_ids
 from paceline.server.body import read_body
 from paceline.server.conversation import encode_conversation
 from paceline.server.errors import ApiError
+from paceline.server.reasoning import variables_of
 from paceline.server.schema import parse
 from paceline.server.tools import Tools, tool_use
 
@@ -26,6 +27,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -71,9 +73,17 @@ class TokenRoutes:
                 )  # fmt: skip
             use = tool_use(request.tools, None, None)
             tools = use.objects if use else ()
-            return encode_conversation(self._loaded, request.messages, tools=tools)
+            template = "" if self._loaded.template is None else self._loaded.template.source
+            variables = variables_of(request.chat_template_kwargs, template)
+            return encode_conversation(
+                self._loaded, request.messages, tools=tools, variables=variables
+            )
         if request.tools is not None:
             raise ApiError(400, "tools need messages", param="tools")
+        if request.chat_template_kwargs is not None:
+            raise ApiError(
+                400, "chat_template_kwargs need messages", param="chat_template_kwargs"
+            )  # fmt: skip
         assert request.prompt is not None
         if request.add_special_tokens is False:
             return self._loaded.tokenizer.encode(request.prompt, add_special=False)

@@ -11,6 +11,7 @@ import msgspec
 
 from paceline.errors import ParameterError
 from paceline.server.errors import ApiError
+from paceline.text.reasoning import Thought
 from paceline.text.tool_calls import CallBegun, Content, Piece
 from paceline.text.tools import MAX_CALLS, call_grammar
 from paceline.types import Structured
@@ -189,6 +190,8 @@ def _refusal(function: Function, idx: int, error: ParameterError) -> ApiError:
 
 def piece_delta(piece: Piece) -> dict[str, Any]:
     """Return a piece of an answer as the `delta` of a chunk."""
+    if isinstance(piece, Thought):
+        return thinking_fields(piece.text)
     if isinstance(piece, Content):
         return {"content": piece.text}
     if isinstance(piece, CallBegun):
@@ -198,16 +201,26 @@ def piece_delta(piece: Piece) -> dict[str, Any]:
 
 def message_fields(pieces: Iterable[Piece]) -> dict[str, Any]:
     """Return the fields of a message that all of `pieces` make; content is null beside calls."""
-    content = ""
+    content = thought = ""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
-        if isinstance(piece, Content):
+        if isinstance(piece, Thought):
+            thought += piece.text
+        elif isinstance(piece, Content):
             content += piece.text
         elif isinstance(piece, CallBegun):
             calls.append(_call(piece.name))
         else:
             calls[-1]["function"]["arguments"] += piece.text
-    return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
+    told = thinking_fields(thought) if thought else {}
+    if calls:
+        return {**told, "content": content or None, "tool_calls": calls}
+    return {**told, "content": content}
+
+
+def thinking_fields(thought: str) -> dict[str, str]:
+    """Return the thinking under both names that clients know."""
+    return {"reasoning_content": thought, "reasoning": thought}
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 MAX_SCHEMA_LEVELS = 4000  # 600 of them fit into 8 MiB, so these into _STACK_BYTES
+MAX_PROPERTIES = 2000  # time goes by the square of an object's: 0.8 s of two thousand
 MAX_GRAMMAR_PARTS = 1000  # rules and groups; these fit into 8 MiB, which masks need too
 _STACK_BYTES = 64 * 2**20
 _DEEP_LEVELS = 300  # from which a thread with such a stack is worth its start
@@ -28,13 +29,26 @@ def schema_levels(schema: Any) -> int:
     return told + sum(heights.get(id(_target(schema, ref)), told) for ref in references)
 
 
-def grammar_levels(source: str) -> tuple[int, int]:
-    """Return the rules and groups of a grammar in Lark's form, and the levels of its schemas.
+def num_properties(schema: Any) -> int:
+    """Return how many properties all objects of a schema name together."""
+    total, pending = 0, [schema]
+    while pending:
+        node = pending.pop()
+        below = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        pending += (part for part in below if isinstance(part, dict | list))
+        if isinstance(node, dict) and isinstance(named := node.get("properties"), dict):
+            total += len(named)
+    return total
+
+
+def grammar_levels(source: str) -> tuple[int, int, int]:
+    """Return the rules and groups of a grammar in Lark's form, the levels of its schemas, and the
+    properties of all of them.
 
     What may be a rule or a group counts as one, within texts and regexes, too.
     """
     parts: list[str] = []
-    levels = at = 0
+    levels = properties = at = 0
     while (found := source.find("%json", at)) >= 0:
         begin = found + len("%json")
         begin += len(source[begin:]) - len(source[begin:].lstrip())
@@ -45,8 +59,9 @@ def grammar_levels(source: str) -> tuple[int, int]:
             at = begin
         else:
             levels = max(levels, schema_levels(schema))
+            properties += num_properties(schema)
     parts.append(source[at:])
-    return sum(map("".join(parts).count, ":([{")), levels
+    return sum(map("".join(parts).count, ":([{")), levels, properties
 
 
 def with_deep_stack(levels: int, work: Callable[[], _T]) -> _T:

@@ -17,8 +17,10 @@ import msgspec
 from paceline.errors import ParameterError
 from paceline.structured.depth import (
     MAX_GRAMMAR_PARTS,
+    MAX_PROPERTIES,
     MAX_SCHEMA_LEVELS,
     grammar_levels,
+    num_properties,
     schema_levels,
     with_deep_stack,
 )
@@ -79,6 +81,11 @@ class Grammars:
         self._compiled: OrderedDict[str, Grammar] = OrderedDict()
         self._checked: OrderedDict[bytes, str] = OrderedDict()
 
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokens that end an answer."""
+        return self._eos_ids
+
     def compile(self, structured: Structured) -> Grammar:
         """Return the grammar of `structured`. Raises ParameterError saying what is wrong in it."""
         source, levels = _source(structured)
@@ -105,7 +112,7 @@ class Grammars:
         with self._lock:
             problem = self._checked.get(digest)
         if problem is None:
-            levels = _checked_levels(schema_levels(schema))
+            levels = _levels_of(schema)
             problem = with_deep_stack(levels, lambda: _problem(text))
             with self._lock:
                 self._checked[digest] = problem
@@ -174,16 +181,27 @@ def _source(structured: Structured) -> tuple[str, int]:
         return LLMatcher.grammar_from_lark(_bounded(f"start: {texts}", "choice")), 0
     schema = '{"type":"object"}' if structured.json_object else _schema_text(structured.json_schema)
     schema = _bounded(schema, "json_schema")
-    return _schema_source(schema), _checked_levels(schema_levels(msgspec.json.decode(schema)))
+    return _schema_source(schema), _levels_of(msgspec.json.decode(schema))
 
 
 def _grammar_levels(grammar: str) -> int:
-    num_parts, levels = grammar_levels(grammar)
+    num_parts, levels, properties = grammar_levels(grammar)
+    _check_properties(properties, "grammar")
     if num_parts > MAX_GRAMMAR_PARTS:
         raise _refusal(
             "grammar", f"has {num_parts} rules and groups: at most {MAX_GRAMMAR_PARTS} are allowed"
         )
     return num_parts + _checked_levels(levels)
+
+
+def _levels_of(schema: Any) -> int:
+    _check_properties(num_properties(schema), "json_schema")
+    return _checked_levels(schema_levels(schema))
+
+
+def _check_properties(properties: int, name: str) -> None:
+    if properties > MAX_PROPERTIES:
+        raise _refusal(name, f"has {properties} properties: at most {MAX_PROPERTIES} are allowed")
 
 
 def _checked_levels(levels: int) -> int:

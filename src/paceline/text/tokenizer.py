@@ -8,6 +8,7 @@ from typing import Protocol
 
 from paceline.errors import ParameterError, TokenizerError
 from paceline.text.literals import Markers
+from paceline.text.reasoning import hidden_ids
 from paceline.text.stream_decoder import StreamDecoder
 from paceline.weights.checkpoint import GGUFTokenizerData, HFTokenizerData
 
@@ -49,7 +50,7 @@ class Tokenizer:
         self._bos_ids = bos_ids
         self._eos_ids = eos_ids
         self._shown = _Pieces(codec, len(tokens), hidden=silent)
-        self._spoken = _Pieces(codec, len(tokens), hidden=silent | self._special_ids)
+        self._spoken = _Pieces(codec, len(tokens), hidden=silent | hidden_ids(special))
 
     @cached_property
     def markers(self) -> Markers:

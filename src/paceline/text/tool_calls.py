@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
+from paceline.text.reasoning import Thought
 from paceline.text.tools import CALL_BEGIN, CALL_END, ToolStyle
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -33,7 +34,7 @@ class CallArguments(Struct, frozen=True):
     text: str
 
 
-Piece = Content | CallBegun | CallArguments
+Piece = Thought | Content | CallBegun | CallArguments
 
 
 class ToolReader:

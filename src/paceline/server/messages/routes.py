@@ -11,8 +11,10 @@ from starlette.responses import Response
 from paceline.engine.build import LoadedModel
 from paceline.server.answers import Answers, is_short
 from paceline.server.body import read_body, request_id
+from paceline.server.conversation import encode_conversation
 from paceline.server.dialect import own_words
 from paceline.server.messages.translate import read_count, read_message
+from paceline.server.reasoning import template_variables
 from paceline.server.tokens import check_model
 from paceline.server.tools import tool_use
 
@@ -48,6 +50,11 @@ class MessageRoutes:
         with own_words(asked):
             request = asked.request
             check_model(request.model, self._loaded)
+            template = "" if self._loaded.template is None else self._loaded.template.source
+            variables = template_variables(request, template)
             use = tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
             objects = use.objects if use else ()
-            return len(self._loaded.encode_chat(request.messages, tools=objects))
+            ids = encode_conversation(
+                self._loaded, request.messages, tools=objects, variables=variables
+            )
+            return len(ids)

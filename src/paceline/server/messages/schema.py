@@ -14,7 +14,6 @@ from paceline.server.tools import MAX_TOOLS
 
 # Fields of Anthropic that this server does not act on, and the values that ask for nothing.
 _NEUTRAL_PROMPT: Neutral = {
-    "thinking": ({"type": "disabled"},),
     "speed": ("standard",),
     "context_management": (),
     "mcp_servers": ([],),
@@ -49,6 +48,13 @@ class Caller(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["direct"]
 
 
+class ThinkingBlock(Block, kw_only=True, tag="thinking", forbid_unknown_fields=True):
+    """Thinking of an earlier answer, sent back; its signature says nothing here."""
+
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseBlock(Block, kw_only=True, tag="tool_use", forbid_unknown_fields=True):
     id: str
     name: str
@@ -64,7 +70,7 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result", forbid_unknown_fie
 
 class Turn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
 class CustomTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -103,12 +109,34 @@ class JsonFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
 
 
+class ThinkingOff(
+    msgspec.Struct, kw_only=True, tag_field="type", tag="disabled", forbid_unknown_fields=True
+):
+    pass
+
+
+class Thinking(
+    msgspec.Struct, kw_only=True, tag_field="type", tag="enabled", forbid_unknown_fields=True
+):
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    display: Literal["summarized"] | None = None  # all is shown, as it is
+
+
+class AdaptiveThinking(
+    msgspec.Struct, kw_only=True, tag_field="type", tag="adaptive", forbid_unknown_fields=True
+):
+    """The model thinks as long as it likes."""
+
+    display: Literal["summarized"] | None = None
+
+
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: JsonFormat | None = None
 
 
 System = str | list[TextBlock]
 CustomTools = Annotated[list[CustomTool], msgspec.Meta(max_length=MAX_TOOLS)]
+AnyThinking = ThinkingOff | Thinking | AdaptiveThinking
 ToolChoice = AutoChoice | AnyChoice | NoChoice | NamedChoice
 
 
@@ -124,6 +152,7 @@ class CountRequest(Fields, kw_only=True, forbid_unknown_fields=True):
     tools: CustomTools | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: AnyThinking | None = None
 
 
 class MessageRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
@@ -138,12 +167,17 @@ class MessageRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
     tools: CustomTools | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    thinking: AnyThinking | None = None
     stop_sequences: Annotated[list[str], msgspec.Meta(max_length=64)] | None = None
 
 
 PromptRequest = CountRequest | MessageRequest
 _RequestT = TypeVar("_RequestT", CountRequest, MessageRequest)
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("thinking", "text", "tool_use"),
+    "system": ("text",),
+}
 
 
 def parse_prompt(body: bytes, kind: type[_RequestT]) -> _RequestT:
@@ -180,8 +214,8 @@ def _unsupported(body: bytes) -> ApiError | None:
         if kind not in (None, "custom"):
             return _refused(path, kind, "define tools of your own by name and input_schema")
     for path, kind in _block_kinds(fields):
-        if kind not in ("text", "tool_use", "tool_result"):
-            return _refused(path, kind, "send text, tool_use and tool_result blocks")
+        if kind not in ("text", "thinking", "tool_use", "tool_result"):
+            return _refused(path, kind, "send text, thinking, tool_use and tool_result blocks")
     return None
 
 

@@ -12,6 +12,7 @@ from paceline.server.dialect import Frame, Names
 from paceline.server.errors import ApiError
 from paceline.server.messages.schema import (
     AnyChoice,
+    AnyThinking,
     CountRequest,
     CustomTool,
     MessageRequest,
@@ -19,6 +20,9 @@ from paceline.server.messages.schema import (
     NoChoice,
     PromptRequest,
     TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ThinkingOff,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
@@ -34,6 +38,9 @@ _FIELDS = (
     (r"^prompt$", "messages"),
     (r"^response_format\b", "output_config.format"),
     (r"\.function\.parameters$", ".input_schema"),
+    (r"^thinking_token_budget\b", "thinking.budget_tokens"),
+    (r"^chat_template_kwargs\.enable_thinking( is (true|false))?", "thinking"),
+    (r"\.reasoning_content\b", ".content.thinking"),
 )
 _BETWEEN_TURNS = "\n\n"  # where two turns of one side follow each other they become one
 _ERROR = "Error: "  # before the result of a tool that failed
@@ -106,8 +113,21 @@ def _asked(request: PromptRequest, given: dict[str, Any]) -> MessagesAsked:
             else None
         ),
         **given,
+        **_thinking(request.thinking),
     )
     return MessagesAsked(request=chat, names=Names(messages=conversation.sources, fields=_FIELDS))
+
+
+def _thinking(wanted: AnyThinking | None) -> dict[str, Any]:
+    """Return the fields of a chat for `thinking`; None: the model does as it does."""
+    if wanted is None:
+        return {}
+    fields: dict[str, Any] = {
+        "chat_template_kwargs": {"enable_thinking": not isinstance(wanted, ThinkingOff)}
+    }
+    if isinstance(wanted, Thinking):
+        fields["thinking_token_budget"] = wanted.budget_tokens
+    return fields
 
 
 class _Conversation(Struct):
@@ -118,19 +138,24 @@ class _Conversation(Struct):
     tool_names: dict[str, str] = field(default_factory=dict)  # by the id of their use
 
     def add(
-        self, role: str, text: str, source: str, calls: list[dict[str, Any]] | None = None
-    ) -> None:
+        self, role: str, text: str, source: str, calls: list[dict[str, Any]] | None = None,
+        thought: str = "",
+    ) -> None:  # fmt: skip
         """Add a turn; one of the same side as the turn before goes into that one."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == role:
             last["content"] = _BETWEEN_TURNS.join(filter(None, (last["content"], text)))
             if calls:
                 last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+            if thought:
+                last["reasoning_content"] = last.get("reasoning_content", "") + thought
             return
         self.messages.append({"role": role, "content": text})
         self.sources.append(source)
         if calls:
             self.messages[-1]["tool_calls"] = calls
+        if thought:
+            self.messages[-1]["reasoning_content"] = thought
 
     def add_result(self, block: ToolResultBlock, source: str) -> None:
         name = self.tool_names.get(block.tool_use_id)
@@ -156,18 +181,22 @@ def _add_turn(conversation: _Conversation, turn: Turn, path: str) -> None:
         conversation.add(turn.role, turn.content, path)
         return
     texts: list[TextBlock] = []
+    thoughts: list[ThinkingBlock] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(turn.content):
         if isinstance(block, TextBlock):
             texts.append(block)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block)
         elif isinstance(block, ToolUseBlock):
             conversation.tool_names[block.id] = block.name
             calls.append(_call(block))
         else:
             conversation.add_result(block, f"{path}.content[{i}]")
-    has_results = len(texts) + len(calls) < len(turn.content)
+    has_results = len(texts) + len(thoughts) + len(calls) < len(turn.content)
     if texts or not has_results:
-        conversation.add(turn.role, _joined(texts), path, calls)
+        thought = "".join(block.thinking for block in thoughts)
+        conversation.add(turn.role, _joined(texts), path, calls, thought)
 
 
 def _joined(blocks: list[TextBlock]) -> str:

@@ -13,9 +13,11 @@ from paceline.server.dialect import Frame, PieceReader
 from paceline.server.errors import ApiError, anthropic_error_body
 from paceline.server.messages.partial import whole_members
 from paceline.server.sse import named_event
+from paceline.text.reasoning import Thought
 from paceline.text.tool_calls import CallBegun, Content, Piece
 from paceline.types import Delta, FinishReason, Usage
 
+SIGNATURE = "unsigned"  # clients want one, and send it back with the block
 PING_S = 10.0  # proxies close streams that are silent for half a minute
 _PING = named_event("ping", b'{"type":"ping"}')
 _encode = msgspec.json.Encoder().encode
@@ -28,14 +30,14 @@ class MessageWriter:
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._reader = PieceReader(frame.new_reader)
+        self._reader = PieceReader(frame)
         self._end: dict[str, Any] = {}  # why the answer ended
         self._num_blocks = 0
         self._open: str | None = None  # the type of the block that is being written
 
     def whole(self, choices: Sequence[Choice], n: int) -> bytes:
         (choice,) = choices
-        pieces = self._reader.read(choice.text, choice.finish_reason)
+        pieces = self._reader.read(choice.text, choice.finish_reason, choice.token_ids)
         end = self._ending(choice.finish_reason, choice.stop_reason, choice.usage)
         usage = self._usage(choice.usage)
         return _encode({**self._message(_blocks(pieces)), **end, "usage": usage})
@@ -47,7 +49,8 @@ class MessageWriter:
         return _event("message_start", message={**self._message([]), **end, "usage": usage})
 
     def chunks(self, index: int, delta: Delta) -> bytes:
-        written = b"".join(map(self._piece, self._reader.read(delta.text, delta.finish_reason)))
+        pieces = self._reader.read(delta.text, delta.finish_reason, delta.token_ids)
+        written = b"".join(map(self._piece, pieces))
         if delta.finish_reason is None:
             return written
         assert delta.usage is not None
@@ -68,6 +71,9 @@ class MessageWriter:
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, CallBegun):
             return self._begin(_tool_use(piece.name))
+        if isinstance(piece, Thought):
+            begun = b"" if self._open == "thinking" else self._begin(_thinking(""))
+            return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
         if isinstance(piece, Content):
             begun = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
             return begun + self._delta({"type": "text_delta", "text": piece.text})
@@ -86,8 +92,11 @@ class MessageWriter:
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._open = None
-        return _event("content_block_stop", index=self._num_blocks - 1)
+        return signed + _event("content_block_stop", index=self._num_blocks - 1)
 
     def _ending(self, reason: FinishReason, stop: str | int | None, usage: Usage) -> dict[str, Any]:
         """Return why an answer ended. A stop sequence is named, whatever calls come before it."""
@@ -130,6 +139,10 @@ def _counts(num_prompt: int, num_cached: int, num_output: int) -> dict[str, Any]
     }
 
 
+def _thinking(text: str, signature: str = "") -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
 def _tool_use(name: str) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": {}}
 
@@ -141,6 +154,8 @@ def _blocks(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
     for piece in pieces:
         if isinstance(piece, CallBegun):
             blocks.append(_tool_use(piece.name))
+        elif isinstance(piece, Thought):
+            blocks.append(_thinking(piece.text, SIGNATURE))
         elif not isinstance(piece, Content):
             last = len(blocks) - 1
             arguments[last] = arguments.get(last, "") + piece.text

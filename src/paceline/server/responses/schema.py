@@ -10,6 +10,7 @@ import msgspec
 from paceline.server.conversation import CacheBreakpoint
 from paceline.server.errors import ApiError
 from paceline.server.schema import (
+    Effort,
     JsonObjectFormat,
     Neutral,
     ServiceTier,
@@ -24,7 +25,6 @@ _NEUTRAL: Neutral = {
     "background": (False,),
     "include": ([],),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning": ({"effort": "none"}, {}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     **dict.fromkeys(
@@ -80,6 +80,21 @@ class OutputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     status: Status | None = None
 
 
+class ReasoningText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Thinking of an earlier answer, sent back. Summaries and what is encrypted are others'."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
+    content: list[ReasoningText] | None = None
+    status: Status | None = None
+
+
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -107,17 +122,23 @@ class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Literal["medium"] | None = None
 
 
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    summary: None = None  # thinking is told as it is
+
+
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # nothing is obfuscated
 
 
 Part = InputText | OutputText | Refusal
-Item = MessageItem | CallItem | OutputItem
+Item = MessageItem | CallItem | OutputItem | ReasoningItem
 PARTS: Mapping[str, type[Part]] = {
     "input_text": InputText, "output_text": OutputText, "refusal": Refusal,
 }  # fmt: skip
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem, "function_call": CallItem, "function_call_output": OutputItem,
+    "reasoning": ReasoningItem,
 }  # fmt: skip
 TOOLS: Mapping[str, type[FunctionTool]] = {"function": FunctionTool}
 CHOICES: Mapping[str, type[NamedFunction]] = {"function": NamedFunction}
@@ -137,6 +158,7 @@ class ResponseRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
+    reasoning: Reasoning | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None
     stream_options: StreamOptions | None = None

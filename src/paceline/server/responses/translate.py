@@ -20,6 +20,7 @@ from paceline.server.responses.schema import (
     FunctionTool,
     MessageItem,
     OutputItem,
+    ReasoningItem,
     ResponseRequest,
     SchemaFormat,
     TextConfig,
@@ -34,6 +35,7 @@ _FIELDS = (
     (r"^max_tokens\b", "max_output_tokens"),
     (r"^(prompt$|messages\b)", "input"),
     (r"^response_format\b", "text.format"),
+    (r"^reasoning_effort\b", "reasoning.effort"),
     (r"\.function\.parameters$", ".parameters"),
 )
 _encode = msgspec.json.Encoder().encode
@@ -100,6 +102,7 @@ def read_response(body: bytes, store: ResponseStore, tenant: str) -> ResponsesAs
         tools=[_tool(tool) for tool in tools] or None,
         tool_choice=_tool_choice(request.tool_choice),
         response_format=_format(request.text),
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
         **given,
     )
     return ResponsesAsked(
@@ -140,6 +143,9 @@ def _items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             fields["content"] = _parts(item.content, item.role, f"{path}.content")
         elif isinstance(item, CallItem):
             fields["id"] = item.id or new_id("fc")
+        elif isinstance(item, ReasoningItem):
+            fields["id"] = item.id or new_id("rs")
+            fields["summary"], fields["content"] = [], fields["content"] or []
         else:
             assert isinstance(item, OutputItem)
             fields["id"] = item.id or new_id("fco")
@@ -169,18 +175,25 @@ class _Conversation(msgspec.Struct):
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     sources: list[str] = msgspec.field(default_factory=list)
     names: dict[str, str] = msgspec.field(default_factory=dict)  # of functions, by call_id
+    thought: str = ""  # for the assistant's turn that comes next
 
     def add(self, role: str, text: str, source: str, **fields: Any) -> None:
+        if role == "assistant" and self.thought:
+            fields["reasoning_content"] = self.thought
+        self.thought = ""
         self.messages.append({"role": role, "content": text, **fields})
         self.sources.append(source)
 
     def take(self, item: dict[str, Any], source: str) -> None:
         """Add an item; a call goes into the assistant's turn before it, if there is one."""
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            self.thought += _text(item["content"])
+        elif item["type"] == "message":
             self.add(item["role"], _text(item["content"]), source)
         elif item["type"] == "function_call":
             self.names[item["call_id"]] = item["name"]
-            if not self.messages or self.messages[-1]["role"] != "assistant":
+            is_going_on = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+            if self.thought or not is_going_on:
                 self.add("assistant", "", source)
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
@@ -246,6 +259,10 @@ def _echo(request: ResponseRequest, tools: Sequence[FunctionTool]) -> dict[str, 
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
+        "reasoning": {
+            "effort": request.reasoning.effort if request.reasoning else None,
+            "summary": None,
+        },
         "store": request.store is not False,
         "text": {"format": format_, "verbosity": "medium"},
         "tool_choice": request.tool_choice or "auto",

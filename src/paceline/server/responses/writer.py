@@ -13,11 +13,31 @@ from paceline.completion import Choice
 from paceline.server.dialect import Frame, PieceReader
 from paceline.server.errors import ApiError
 from paceline.server.sse import named_event
+from paceline.text.reasoning import Thought
 from paceline.text.tool_calls import CallBegun, Content, Piece
 from paceline.types import Delta, FinishReason, Usage
 
 _encode = msgspec.json.Encoder().encode
 Keep = Callable[[str, bytes], None]
+
+
+class _Text(msgspec.Struct, frozen=True):
+    """An item of text: what its id begins with, the type of its part, and what each has besides."""
+
+    prefix: str
+    name: str
+    item: dict[str, Any]
+    part: dict[str, Any]
+    scores: dict[str, Any]  # of its events
+
+
+_TEXTS = {
+    "message": _Text(
+        "msg", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []},
+        {"logprobs": []},
+    ),
+    "reasoning": _Text("rs", "reasoning_text", {"summary": []}, {}, {}),
+}  # fmt: skip
 
 
 class ResponseWriter:
@@ -33,7 +53,7 @@ class ResponseWriter:
         self._frame = frame
         self._echo = echo
         self._keep = keep
-        self._reader = PieceReader(frame.new_reader)
+        self._reader = PieceReader(frame)
         self._created_at = int(time.time())
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # the last item of the output is being written
@@ -42,7 +62,7 @@ class ResponseWriter:
 
     def whole(self, choices: Sequence[Choice], n: int) -> bytes:
         (choice,) = choices
-        self._write(choice.text, choice.finish_reason)
+        self._write(choice.text, choice.finish_reason, choice.token_ids)
         return self._finished(choice.usage)[1]
 
     def opening(self, num_choices: int) -> bytes:
@@ -51,7 +71,7 @@ class ResponseWriter:
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def chunks(self, index: int, delta: Delta) -> bytes:
-        return self._write(delta.text, delta.finish_reason)
+        return self._write(delta.text, delta.finish_reason, delta.token_ids)
 
     def idle(self) -> bytes:
         return b""
@@ -67,9 +87,9 @@ class ResponseWriter:
         response = {**self._response("failed", usage=None), "error": detail}
         return told + self._event("response.failed", response=response)
 
-    def _write(self, text: str, reason: FinishReason | None) -> bytes:
+    def _write(self, text: str, reason: FinishReason | None, token_ids: Sequence[int]) -> bytes:
         """Return the events of what is certain by now; with a reason, all up to the end."""
-        written = b"".join(map(self._piece, self._reader.read(text, reason)))
+        written = b"".join(map(self._piece, self._reader.read(text, reason, token_ids)))
         if reason is None:
             return written
         self._is_cut = reason == "length"
@@ -78,23 +98,26 @@ class ResponseWriter:
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, CallBegun):
             return self._add(_call(piece.name))
-        if isinstance(piece, Content):
-            is_message = self._is_open and self._output[-1]["type"] == "message"
-            begun = b"" if is_message else self._begin_message()
+        if isinstance(piece, Thought | Content):
+            kind = "reasoning" if isinstance(piece, Thought) else "message"
+            is_going_on = self._is_open and self._output[-1]["type"] == kind
+            begun = b"" if is_going_on else self._begin(kind)
             self._output[-1]["content"][0]["text"] += piece.text
+            text = _TEXTS[kind]
             return begun + self._on_part(
-                "response.output_text.delta", delta=piece.text, logprobs=[]
+                f"response.{text.name}.delta", delta=piece.text, **text.scores
             )
         self._output[-1]["arguments"] += piece.text
         return self._on_item("response.function_call_arguments.delta", delta=piece.text)
 
-    def _begin_message(self) -> bytes:
-        begun = self._add({
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress",
-            "role": "assistant", "content": [],
-        })  # fmt: skip
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._output[-1]["content"].append(part)
+    def _begin(self, kind: str) -> bytes:
+        """Return the events that begin an item of text."""
+        text = _TEXTS[kind]
+        name = f"{text.prefix}_{uuid.uuid4().hex}"
+        item = {"id": name, "type": kind, "status": "in_progress", **text.item, "content": []}
+        begun = self._add(item)
+        part = {"type": text.name, "text": "", **text.part}
+        item["content"].append(part)
         return begun + self._on_part("response.content_part.added", part=part)
 
     def _add(self, item: dict[str, Any]) -> bytes:
@@ -111,9 +134,10 @@ class ResponseWriter:
         self._is_open = False
         item = self._output[-1]
         item["status"] = status
-        if item["type"] == "message":
+        text = _TEXTS.get(item["type"])
+        if text is not None:
             part = item["content"][0]
-            done = self._on_part("response.output_text.done", text=part["text"], logprobs=[])
+            done = self._on_part(f"response.{text.name}.done", text=part["text"], **text.scores)
             done += self._on_part("response.content_part.done", part=part)
         else:
             done = self._on_item(
@@ -157,7 +181,6 @@ class ResponseWriter:
             "incomplete_details": reason,
             "model": self._frame.model,
             "output": self._output,
-            "reasoning": {"effort": None, "summary": None},
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_logprobs": 0,
@@ -171,7 +194,7 @@ class ResponseWriter:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reader.num_thought},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         figures = self._frame.figures
