@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.live import TOKENIZER, ServeProcess
 from tests.e2e.several import spelling_model
-from tests.tiny import successor_model, write_gguf
+from tests.tiny import CONTROL, TinyTokenizer, successor_model, write_gguf
 
 pytestmark = pytest.mark.browser
 
@@ -170,3 +170,20 @@ def test_of_several_models_one_is_chosen_and_asked(browser, tmp_path):
     with ServeProcess(paths[0], "--kv-memory", "8M") as server:
         seen = use(browser, server, script=script)
     assert (seen["choices"], seen["isHidden"]) == (["up"], True)
+
+
+def test_what_a_model_thinks_is_shown_apart_and_not_sent_back(browser, tmp_path):
+    tokenizer = TinyTokenizer(control=(*CONTROL, "<think>", "</think>"))
+    text, think, end = tokenizer.byte_ids, tokenizer.id("<think>"), tokenizer.id("</think>")
+    chain = [*text("\n"), think, *text("abc"), end, *text("HELO"), tokenizer.eot_id]
+    path = write_gguf(successor_model(chain, tokenizer=tokenizer), tmp_path / "thinks.gguf")
+    template = tmp_path / "thinks.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '\\n' }}{# </think> #}"
+    )
+    options = ("--kv-memory", "8M", "--chat-template", str(template))
+    with ServeProcess(path, *options) as server:
+        seen = use(browser, server, script=SCRIPT.with_name("page_thinking.cjs"))
+    assert (seen["errors"], seen["thought"], seen["said"]) == ([], "abc", "HELO")
+    assert [turn["content"] for turn in seen["sent"]] == ["Hi", "HELO", "Hi"]
+    assert {name for turn in seen["sent"] for name in turn} == {"role", "content"}

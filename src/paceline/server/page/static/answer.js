@@ -27,13 +27,17 @@ export class Answer {
   }
 
   get content() {
-    return this.pieces.map((piece) => piece.span.dataset.end ? "" : piece.span.textContent).join("");
+    return this.pieces.map(({ span }) => span.dataset.end || span.dataset.thought ? "" : span.textContent).join("");
   }
 
   // A chunk of the stream: text that became visible, and tokens whose text may be still to come.
-  add(text, tokens) {
+  add(text, tokens, isThought) {
     this.pending.push(...tokens);
-    if (text) this.show(text);
+    if (!text) return;
+    const span = this.show(text);
+    if (!isThought) return;
+    span.dataset.thought = "true";
+    span.classList.add("thought");
   }
 
   show(text) {

@@ -106,7 +106,8 @@ async function stream(answer, signal) {
       if (event.error) throw new Error(event.error.message);
       answer.timeline ??= new Timeline(event.id);
       for (const choice of event.choices) {
-        answer.add(choice.delta.content || "", choice.logprobs?.content || []);
+        const { content, reasoning_content: thought } = choice.delta;
+        answer.add(thought || content || "", choice.logprobs?.content || [], Boolean(thought));
       }
       followText();
     }
