@@ -87,8 +87,8 @@ def test_a_process_that_fails_is_named_with_its_reason(
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(WORDS)
-    asked = ("--weights", "gptq/q6_k", "--calibrate", other, "--text", text, *FAST)
-    with pytest.raises(PacelineError, match=r"making gptq/q6_k: .*q6_k"):
+    asked = ("--weights", "gptq/int4:64", "--calibrate", other, "--text", text, *FAST)
+    with pytest.raises(PacelineError, match=r"making gptq/int4:64: .* has 34 tokens"):
         price(model, *asked)
 
 
