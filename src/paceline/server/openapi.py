@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _REF = "#/components/schemas/{name}"
 _HEADERS: dict[str, dict[str, Any]] = {
-    "x-request-id": {"type": "string", "maxLength": 128, "pattern": "^[ -~]+$"},
+    "x-request-id": {"type": "string", "maxLength": 128, "pattern": "^[ -~]*$"},
     "x-request-deadline-ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
     "x-paceline-timings": {"enum": ["true", "false"]},
 }
