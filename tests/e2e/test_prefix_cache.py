@@ -135,6 +135,12 @@ def test_tenants_with_keys_learn_nothing_of_each_other(path):
                 assert [found(name, salt) for _ in range(2)] == [(0, 0), (39, 32)]
 
 
+def test_the_choices_of_a_call_do_not_repeat_its_prompt(path):
+    with serve(path, kv_memory_bytes=400 * BLOCK_BYTES) as server:
+        usage = server.complete(ids(40), n=3, max_tokens=2, temperature=1, timings=True)["usage"]
+        assert usage["paceline"]["repeated_tokens"] == 0
+
+
 @pytest.mark.parametrize("salt", ["", 7, "x" * 1025])
 def test_a_salt_that_is_none_is_refused_by_name(server, salt):
     response = server.post(COMPLETIONS, prompt="a", cache_salt=salt)

@@ -101,6 +101,7 @@ class Ledger(Struct, eq=False, kw_only=True):
             rejected_ns=self.rejected_ns,
             num_seen=self.num_seen,
             num_repeated=self.num_repeated,
+            num_steps=self.num_steps,
             last_step=self.last_step,
         )
 
