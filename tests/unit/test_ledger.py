@@ -284,6 +284,22 @@ def test_recompute_and_the_wait_before_it_are_the_price_of_a_preemption():
     assert_closes(b)
 
 
+def test_who_loses_a_seat_waits_for_a_seat_and_not_for_memory():
+    engine, _ = make(max_num_seqs=1, policy="priority")
+    answers = Answers()
+    engine.submit(make_request("late", (1,) * 30, greedy(20)), answers)
+    for _ in range(4):
+        engine.step()
+    engine.submit(make_request("first", (2,) * 30, greedy(20), priority=-1), answers)
+    finish(engine)
+    late = ledgers(answers)["late"]
+    assert late.num_preemptions == 1
+    assert late.ns[Part.QUEUE_KV] == 0
+    assert ms(late, Part.QUEUE_BUDGET) > 20
+    assert late.preempted_ns == late.ns[Part.RECOMPUTE] + late.ns[Part.QUEUE_BUDGET]
+    assert_closes(late)
+
+
 def test_choices_share_the_prompts_time_and_part_afterwards():
     engine, _ = make(max_batched_tokens=16)
     answers = Answers()
@@ -375,7 +391,9 @@ def test_sums_close_over_random_schedules(seed, is_drafting):
         assert sum(ledger.blame.values()) <= (
             ledger.ns[Part.DECODE_OTHERS] + ledger.ns[Part.PREFILL_OTHERS]
         )
-        assert ledger.preempted_ns <= ledger.ns[Part.RECOMPUTE] + ledger.ns[Part.QUEUE_KV]
+        assert ledger.preempted_ns <= sum(
+            ledger.ns[part] for part in (Part.RECOMPUTE, Part.QUEUE_KV, Part.QUEUE_BUDGET)
+        )
 
 
 # ---- drafts ----

@@ -207,7 +207,7 @@ class Scheduler:
             schedule.is_short_of_kv = schedule.is_short_of_kv or is_short
             return False
         while len(self.running) >= self._max_num_seqs or pool.num_available < num_blocks:
-            self._preempt(behind.pop())
+            self._preempt(behind.pop(), is_for_seat=pool.num_available >= num_blocks)
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.state = State.RUNNING
@@ -276,11 +276,12 @@ class Scheduler:
                 return seq
         raise AssertionError("the sequence at `position` runs")
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, *, is_for_seat: bool = False) -> None:
         self.running.remove(seq)
         self._release_blocks(seq)
         seq.state = State.WAITING
         seq.num_preemptions += 1
+        seq.has_lost_seat = is_for_seat
         self.num_preemptions += 1
         self.waiting.append(seq)
 

@@ -71,6 +71,7 @@ class Sequence(Struct, eq=False, kw_only=True):
     chain: Chain | None = None  # the prefix cache's notes
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
+    has_lost_seat: bool = False  # to another; else its last preemption was for KV memory
     draft: Draft | None = None  # guesses that this step checks
     num_drafted: int = 0  # guesses checked so far
     num_accepted: int = 0  # and those that were right

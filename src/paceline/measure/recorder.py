@@ -300,7 +300,7 @@ class StepRecorder:
         if seq.num_preemptions > ledger.num_preemptions:
             ledger.num_preemptions = seq.num_preemptions
             ledger.prefix_wait_ns += _new_prefix_wait(ledger, seq, now_ns)
-            ledger.spend(Part.QUEUE_KV, now_ns)
+            ledger.spend(Part.QUEUE_BUDGET if seq.has_lost_seat else Part.QUEUE_KV, now_ns)
             ledger.preempted_ns += now_ns - begin_ns
         elif ledger.last_step == self._record.number:
             ledger.spend(Part.ENGINE, now_ns)
