@@ -187,6 +187,8 @@ def test_a_client_that_leaves_in_its_body_is_an_aborted_call(server):
     call = next_call(server, num_calls)
     assert call.outcome == "aborted"
     assert_closes(call.figures(), slack_ms=0.2)
+    parts_ms = server.client.get("/v1/requests/body/timeline").json()["parts_ms"]
+    assert max(parts_ms, key=parts_ms.get) == "receive"
 
 
 def test_a_refused_call_closes_and_is_called_refused(server):

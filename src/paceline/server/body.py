@@ -8,6 +8,7 @@ import uuid
 from fastapi import Request as HttpRequest
 from starlette.requests import ClientDisconnect
 
+from paceline.measure.ledger import Part
 from paceline.server.calls import Call
 from paceline.server.errors import ApiError
 from paceline.server.timekeeping import CALL
@@ -24,7 +25,12 @@ async def read_body(http: HttpRequest) -> bytes:
     """
     state = http.scope.setdefault("state", {})
     if _BODY not in state:
-        state[_BODY] = await _read_body(http)
+        call: Call | None = state.get(CALL)
+        try:
+            state[_BODY] = await _read_body(http)
+        finally:  # what of it came was waited for, too
+            if call is not None:
+                call.lap(Part.RECEIVE)
     body: bytes = state[_BODY]
     return body
 

@@ -57,7 +57,6 @@ class Embeddings:
     async def embeddings(self, http: HttpRequest) -> Response:
         call: Call | None = http.scope.get("state", {}).get(CALL)
         body = await read_body(http)
-        _lap(call, Part.RECEIVE)
         loop = asyncio.get_running_loop()
         request, texts = await loop.run_in_executor(self._threads, self._prepare, body)
         _lap(call, Part.TOKENISE)
