@@ -102,3 +102,30 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     monkeypatch.setattr("sys.stdout", offline := io.StringIO())
     print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": []})
     assert offline.getvalue().startswith(f"{name}, scalar, 1 threads")
+
+
+SLOWLY = steady(ttft_ms=100, gap_ms=10, tokens=3)
+
+
+@pytest.mark.parametrize("arrivals", [Closed(2), build_arrivals("constant", 4.0)])
+@pytest.mark.parametrize("workload", ["synthetic:input=4", "chat:turns=20,max_context=100000"])
+def test_nothing_is_sent_once_the_duration_is_over_though_answers_may_still_come(
+    arrivals, workload
+):
+    lines: list[dict[str, Any]] = []
+    limits = Limits(duration_s=1.0, drain_s=60.0)
+    plan = Plan(workload=build_workload(workload), objectives=Objectives({}), limits=limits)
+    with FakeServer(lambda number, body: SLOWLY) as server:
+        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        asyncio.run(Session(write_line=lines.append).run(plan, target, arrivals))
+    assert len(lines) == len(server.served) > 0
+    for line in lines:
+        assert line["scheduled_s"] < 1.0
+        assert line["outcome"] == "ok"
+
+
+def test_a_user_that_a_server_told_to_come_back_later_is_not_waited_for_after_the_duration():
+    full = Script(((0, b'{"error":{"message":"full"}}'),), status=429,
+                  headers=(("Content-Type", "application/json"), ("Retry-After", "9")))  # fmt: skip
+    found = summary(Closed(2), Limits(duration_s=0.5, drain_s=60.0), full)
+    assert (found["requests"]["refused"], found["requests"]["measured"]) == (2, 2)

@@ -178,6 +178,10 @@ class Load:
         limit = self._limits.num_requests
         return limit is not None and self._num_sent >= limit + self._limits.warmup_requests
 
+    def _is_over(self) -> bool:
+        """True once nothing new may be sent: answers may still come, for `drain_s`."""
+        return self._is_all_sent() or time.perf_counter() >= self.recorder.window.end
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -198,22 +202,25 @@ class Load:
 
     async def _user(self) -> None:
         """One user of a closed loop: the next request follows the last answer."""
-        while not self._is_all_sent():
+        while not self._is_over():
             idx, conversation = self._source.take()
             last = await self._converse(idx, conversation, max(self._begin, time.perf_counter()))
             if last is not None and last.outcome in ("refused", "broken"):
                 # A client that comes back at once would measure nothing but its own hurry.
                 pause = last.retry_after_s if last.outcome == "refused" else None
-                await asyncio.sleep(min(pause or _BACKOFF_S, _MAX_BACKOFF_S))
+                again = time.perf_counter() + min(pause or _BACKOFF_S, _MAX_BACKOFF_S)
+                await _until(min(again, self.recorder.window.end), polls=False)
 
     async def _converse(self, idx: int, conversation: Conversation, due: float) -> Exchange | None:
-        """Run the turns of a conversation; a turn that fails is the last."""
+        """Run the turns of a conversation; a turn that fails, or the run's end, is the last."""
         history: list[Message] = []
         exchange = None
         for turn_idx, turn in enumerate(conversation.turns):
-            if self._is_all_sent():
+            if self._is_all_sent() or due >= self.recorder.window.end:
                 break
             await _until(due, polls=False)
+            if self._is_over():
+                break
             history.extend(turn.messages)
             exchange = self._open(idx, conversation.kind, turn_idx, turn, due)
             is_last = turn_idx + 1 == len(conversation.turns)
