@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import load
 from paceline.bench.arrivals import Closed, build_arrivals
 from paceline.bench.http import Origin
 from paceline.bench.load import Limits
@@ -16,7 +17,7 @@ from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
 from paceline.bench.terminal import print_offline, print_report, report_console
 from paceline.bench.workloads import build_workload
-from tests.fake_server import FakeServer, Script, steady
+from tests.fake_server import ROLE, FakeServer, Script, steady
 
 GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
@@ -129,3 +130,43 @@ def test_a_user_that_a_server_told_to_come_back_later_is_not_waited_for_after_th
                   headers=(("Content-Type", "application/json"), ("Retry-After", "9")))  # fmt: skip
     found = summary(Closed(2), Limits(duration_s=0.5, drain_s=60.0), full)
     assert (found["requests"]["refused"], found["requests"]["measured"]) == (2, 2)
+
+
+def test_requests_that_were_due_and_never_sent_are_misses():
+    hanging = Script(((0, ROLE),), end="hang")
+    limits = Limits(duration_s=1.0, max_open=3)
+    stage = summary(build_arrivals("constant", 50.0), limits, hanging)
+    requests, goodput = stage["requests"], stage["goodput"]
+    unsent = requests["unsent"]
+    assert requests["cut"] + unsent == 50
+    assert requests["cut"] <= 3
+    assert (goodput["met"], goodput["missed"], goodput["cut"]) == (0, unsent, requests["cut"])
+    assert goodput["attainment"]["value"] == 0
+    assert stage["offered_per_s"] == pytest.approx(50)
+    assert f"{unsent} requests that were due were not sent" in stage["client"]["reasons"]
+    stage["goodput"] = {**goodput, "objectives_ms": {"all": {"ttft": 9.0}}}
+    shown = printed(stages=[stage])
+    assert f"{unsent} more were due and not sent" in shown
+    assert f"within the objective 0 of {unsent}" in shown
+
+
+def test_a_burst_is_due_as_a_whole_and_never_more_than_was_asked_for():
+    hanging = Script(((0, ROLE),), end="hang")
+    limits = Limits(num_requests=9, duration_s=0.5, max_open=2)
+    stage = summary(build_arrivals("burst", None), limits, hanging)
+    assert stage["requests"]["cut"] + stage["requests"]["unsent"] == 9
+    assert stage["requests"]["cut"] <= 2
+
+
+def test_a_rate_that_no_client_can_send_is_counted_to_its_end(monkeypatch):
+    monkeypatch.setattr(load, "_MAX_COUNTED", 1000)
+    hanging = Script(((0, ROLE),), end="hang")
+    limits = Limits(duration_s=0.5, max_open=2)
+    stage = summary(build_arrivals("constant", 1e6), limits, hanging)
+    assert stage["requests"]["unsent"] == pytest.approx(500_000, rel=0.01)
+
+
+@pytest.mark.parametrize("script", [SLOWLY, Script(((0, ROLE),), end="hang")])
+def test_what_was_sent_in_time_leaves_nothing_unsent(script):
+    stage = summary(build_arrivals("constant", 5.0), Limits(num_requests=4, timeout_s=1.0), script)
+    assert (stage["requests"]["measured"], stage["requests"]["unsent"]) == (4, 0)

@@ -101,6 +101,7 @@ class Recorder:
         self.output_tokens = 0.0  # by arrival inside the window
         self.num_completed = 0  # ended well inside the window
         self.num_warmup = 0
+        self.num_unsent = 0  # due inside the window, and never sent
         self.num_unread = 0
         self.token_sources: Counter[str] = Counter()
         self.cached_tokens = 0
@@ -121,6 +122,7 @@ class Recorder:
 
     @property
     def num_missed(self) -> int:
+        """Misses so far, of requests that were sent."""
         return sum(columns.met.count(0) for columns in self.classes.values())
 
     @property

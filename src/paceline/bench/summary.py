@@ -40,10 +40,16 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
     together = recorder.together()
     duration_s = recorder.window.duration_s
     throughput = _throughput(recorder, duration_s)
+    num_unsent = recorder.num_unsent
+    num_due = len(together.outcome) + num_unsent
     return {
         "window_s": duration_s,
-        "offered_per_s": len(together.outcome) / duration_s if duration_s else 0.0,
-        "requests": {**_requests(together), "warmup": recorder.num_warmup},
+        "offered_per_s": num_due / duration_s if duration_s else 0.0,
+        "requests": {
+            **_requests(together),
+            "unsent": num_unsent,
+            "warmup": recorder.num_warmup,
+        },
         "errors": [
             {"what": what, "count": count}
             for what, count in recorder.errors.most_common(_MAX_ERRORS)
@@ -56,7 +62,7 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
             "cached_input": recorder.cached_tokens,
             "unread_events": recorder.num_unread,
         },
-        "goodput": _goodput(together, recorder, "", duration_s),
+        "goodput": _goodput(together, recorder, "", duration_s, num_unsent),
         "classes": {
             kind: {
                 "requests": _requests(columns),
@@ -65,7 +71,7 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
             }
             for kind, columns in sorted(recorder.classes.items())
         },
-        "client": probe.summary(_sent_lags(together)),
+        "client": probe.summary(_sent_lags(together), num_unsent),
         "price": price.summary(throughput["output_tokens_per_s"]),
     }
 
@@ -106,13 +112,17 @@ def _throughput(recorder: Recorder, duration_s: float) -> dict[str, float]:
     }
 
 
-def _goodput(columns: Columns, recorder: Recorder, kind: str, duration_s: float) -> dict[str, Any]:
+def _goodput(
+    columns: Columns, recorder: Recorder, kind: str, duration_s: float, num_unsent: int = 0
+) -> dict[str, Any]:
     """Judge the requests: every one that ended counts, whatever became of it.
 
+    Those that were due and never sent are misses: no class has them, as nobody made them.
     Requests that the run's end cut are left out of `attainment` and count as missed in
     `attainment_if_cut_missed`, the lower bound.
     """
     met, missed, cut = (columns.met.count(verdict) for verdict in (1, 0, -1))
+    missed += num_unsent
     judged = met + missed
     limits = recorder.objectives.limits if not kind else {kind: recorder.objectives.of(kind)}
     return {
@@ -123,6 +133,7 @@ def _goodput(columns: Columns, recorder: Recorder, kind: str, duration_s: float)
         },
         "met": met,
         "missed": missed,
+        "unsent": num_unsent,
         "cut": cut,
         "attainment": share_figure(met, judged).as_dict() if judged else None,
         "attainment_if_cut_missed": met / (judged + cut) if judged + cut else None,

@@ -96,6 +96,8 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     for name in ("empty", "warmup"):
         if requests[name]:
             parts.append(f"{requests[name]} {name}")
+    if requests["unsent"]:
+        parts.append(f"{requests['unsent']} more were due and not sent")
     console.print(
         f"{stage['target']}: {requests['measured']} requests in {stage['window_s']:.1f} s "
         f"({', '.join(parts)})"
@@ -155,6 +157,8 @@ def _print_goodput(stage: dict[str, Any], console: Console) -> None:
             continue
         share = figures["attainment"]
         cut = f"; {figures['cut']} cut by the end are left out" if figures["cut"] else ""
+        if figures["unsent"]:
+            cut = f"; {figures['unsent']} were not sent, and count as missed" + cut
         console.print(
             f"goodput, {kind}: {figures['requests_per_s']:.3g} requests/s; within the objective "
             f"{figures['met']} of {figures['met'] + figures['missed']} = "
