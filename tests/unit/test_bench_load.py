@@ -11,7 +11,7 @@ from paceline.bench import load
 from paceline.bench.arrivals import Closed, build_arrivals
 from paceline.bench.http import Origin
 from paceline.bench.load import Limits
-from paceline.bench.objective import Objectives
+from paceline.bench.objective import Objectives, parse_objectives
 from paceline.bench.recorder import Window
 from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
@@ -22,12 +22,16 @@ from tests.fake_server import ROLE, FakeServer, Script, steady
 GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
 
-def summary(arrivals, limits: Limits, script: Script = GOOD, *, name: str = "a") -> dict[str, Any]:
-    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+def summary(
+    arrivals, limits: Limits, script: Script = GOOD, *, name: str = "a", slo: str = "",
+    write_line=None,
+) -> dict[str, Any]:  # fmt: skip
+    objectives = parse_objectives([slo] if slo else [])
+    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=objectives,
                 limits=limits)  # fmt: skip
     with FakeServer(lambda number, body: script) as server:
         target = Target(name=name, origin=Origin.parse(server.url), model="fake")
-        return asyncio.run(Session().run(plan, target, arrivals)).summary
+        return asyncio.run(Session(write_line=write_line).run(plan, target, arrivals)).summary
 
 
 @pytest.mark.parametrize("arrivals", [Closed(2), build_arrivals("constant", 50.0)])
@@ -53,6 +57,34 @@ def test_the_window_ends_with_the_duration_where_that_comes_first():
 
 def test_a_run_that_ends_in_its_warm_up_has_no_duration():
     assert Window(start=10.0, end=4.0).duration_s == 0
+
+
+def test_an_answer_that_came_all_at_once_has_no_time_per_token_and_misses_its_objective():
+    choice = b'{"choices":[{"message":{"content":"hi there"},"finish_reason":"stop"}],'
+    usage = b'"usage":{"prompt_tokens":3,"completion_tokens":%d}}'
+    for num_tokens, num_met in ((64, 0), (1, 2)):
+        whole = Script(((10, choice + usage % num_tokens),),
+                       headers=(("Content-Type", "application/json"),))  # fmt: skip
+        for metric in ("tpot", "itl"):
+            limits = Limits(num_requests=2)
+            stage = summary(Closed(1), limits, whole, slo=f"{metric}=10s")
+            assert stage["requests"]["ok"] == 2
+            assert stage["latency_ms"]["tpot"] == {"count": 0}
+            assert stage["goodput"]["met"] == num_met
+
+
+def test_latency_counts_from_the_moment_at_which_a_request_was_due_and_not_from_its_sending():
+    """Of four requests that are due 10 ms apart each waits for the one before, 200 ms."""
+    lines: list[dict[str, Any]] = []
+    slow = steady(ttft_ms=200, gap_ms=0, tokens=1)
+    limits = Limits(num_requests=4, max_open=1)
+    summary(build_arrivals("constant", 100.0), limits, slow, write_line=lines.append)
+    assert [line["outcome"] for line in lines] == ["ok"] * 4
+    for idx, line in enumerate(lines):
+        planned_ms = 200 * (idx + 1) - 10 * idx
+        assert line["ttft_ms"] >= planned_ms - 1
+        assert line["e2e_ms"] >= planned_ms - 1
+        assert line["lag_ms"] >= 200 * idx - 10 * idx - 1
 
 
 def printed(**document: Any) -> str:

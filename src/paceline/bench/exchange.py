@@ -96,7 +96,7 @@ class Exchange:
     def tpot_s(self, output_tokens: int) -> float:
         """Mean time per token after the first; NaN for fewer than two tokens or arrivals."""
         arrivals = self.answer.arrivals
-        if output_tokens < 2 or len(arrivals) < 1:
+        if output_tokens < 2 or len(arrivals) < 2:
             return math.nan
         return (arrivals[-1] - arrivals[0]) / (output_tokens - 1)
 

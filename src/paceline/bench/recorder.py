@@ -164,7 +164,7 @@ class Recorder:
             "e2e": exchange.e2e_s,
             "itl": float(gaps.max()) if gaps.size else math.nan,
         }
-        return self.objectives.is_met(exchange.kind, measured)
+        return self.objectives.is_met(exchange.kind, measured, tokens)
 
     def _add_to_window(self, exchange: Exchange, tokens: int, num_input: int | None) -> None:
         arrivals, window = np.asarray(exchange.answer.arrivals), self.window
