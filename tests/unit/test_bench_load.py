@@ -17,7 +17,7 @@ from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
 from paceline.bench.terminal import print_offline, print_report, report_console
 from paceline.bench.workloads import build_workload
-from tests.fake_server import ROLE, FakeServer, Script, steady
+from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady
 
 GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
@@ -202,3 +202,28 @@ def test_a_rate_that_no_client_can_send_is_counted_to_its_end(monkeypatch):
 def test_what_was_sent_in_time_leaves_nothing_unsent(script):
     stage = summary(build_arrivals("constant", 5.0), Limits(num_requests=4, timeout_s=1.0), script)
     assert (stage["requests"]["measured"], stage["requests"]["unsent"]) == (4, 0)
+
+
+def test_input_that_nobody_counts_is_unknown_and_not_zero():
+    silent = Script(((0, ROLE), (10, delta(content="a")), (20, FINISH + DONE)))
+    stage = summary(Closed(1), Limits(num_requests=2), silent)
+    rates = stage["throughput"]
+    assert rates["output_tokens"] == 2
+    assert [rates[name] for name in ("input_tokens", "input_tokens_per_s")] == [None, None]
+    assert rates["total_tokens_per_s"] is None
+    assert "input tok/s unknown" in printed(stages=[stage])
+    assert summary(Closed(1), Limits(num_requests=2))["throughput"]["input_tokens"] == 14
+
+
+def test_kinds_of_errors_beyond_the_tenth_are_summed():
+    def fail(number, body):
+        words = b'{"error":{"message":"req %d failed"}}' % number
+        return Script(((0, words),), status=500)
+
+    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+                limits=Limits(num_requests=15))  # fmt: skip
+    with FakeServer(fail) as server:
+        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        errors = asyncio.run(Session().run(plan, target, Closed(1))).summary["errors"]
+    assert [error["count"] for error in errors] == [1] * 10 + [5]
+    assert "5 other kinds" in errors[-1]["what"]

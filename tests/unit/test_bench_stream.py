@@ -259,3 +259,25 @@ def test_what_a_server_says_cannot_steer_the_terminal():
         assert error.isprintable()
     timings = {"\x1b[2J_ms": 5, "good_ms": 5}
     assert answered((0.1, event(choices=[], timings=timings))).phases == {"good": 0.005}
+
+
+def test_a_byte_order_mark_before_the_first_event_is_no_part_of_it():
+    assert payloads(b"\xef\xbb\xbfdata: a\n\ndata: b\n\n") == [b"a", b"b"]
+    assert payloads(b"\xef", b"\xbb\xbfdata: a\n\n") == [b"a"]
+
+
+@pytest.mark.parametrize("kind", ["Text/Event-Stream; charset=utf-8", None])
+def test_a_stream_is_read_whatever_the_case_of_its_type_and_without_one(kind):
+    answer = Answer(keeps_text=True)
+    answer.on_head(200, {} if kind is None else {"content-type": kind}, 0.0)
+    for now, data in ((0.1, b"\n"), (0.2, ROLE), (0.3, delta(content="a")), (0.4, FINISH)):
+        answer.on_body(data, now)
+    made = exchange(answer)
+    assert (made.outcome, answer.text, list(answer.arrivals)) == ("ok", "a", [0.3])
+
+
+def test_a_whole_answer_without_a_type_is_read():
+    answer = Answer(keeps_text=True)
+    answer.on_head(200, {}, 0.0)
+    answer.on_body(b' {"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}', 0.2)
+    assert (exchange(answer).outcome, answer.text) == ("ok", "hi")

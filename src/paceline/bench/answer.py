@@ -82,15 +82,25 @@ class Answer:
             with suppress(ValueError):  # it is no number: nothing is known of that phase
                 if 0 <= (seconds := float(duration) / 1e3) < _MAX_SECONDS:
                     self.phases[name] = seconds
-        if status == 200 and "text/event-stream" in headers.get("content-type", ""):
+        if status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
             self._reader = EventReader()
 
     def on_body(self, data: bytes, now: float) -> None:
         if self._reader is None:
             self._body.append(data)
-            return
+            if not self._is_untyped_stream():
+                return
+            self._reader, data = EventReader(), b"".join(self._body)
+            self._body.clear()
         for payload in self._reader.feed(data):
             self._on_event(payload, now)
+
+    def _is_untyped_stream(self) -> bool:
+        """True where a 200 has no Content-Type and does not begin as a JSON object does."""
+        if self.status != 200 or self.headers.get("content-type"):
+            return False
+        begin = b"".join(self._body).lstrip()
+        return bool(begin) and not begin.startswith(b"{")
 
     def finish(self, now: float) -> None:
         """Read what is left once the response is complete."""

@@ -98,6 +98,8 @@ class Recorder:
         self.epoch = 0.0
         self.classes: dict[str, Columns] = {}
         self.input_tokens = 0.0  # of requests whose first text came inside the window
+        self.num_inputs_known = 0
+        self.num_inputs_unknown = 0  # neither usage nor a tokenizer told their tokens
         self.output_tokens = 0.0  # by arrival inside the window
         self.num_completed = 0  # ended well inside the window
         self.num_warmup = 0
@@ -179,6 +181,8 @@ class Recorder:
             self.tokens_by_second[second] += weight * count
         if window.start <= arrivals[0] <= window.end:
             self.input_tokens += num_input or 0
+            self.num_inputs_known += num_input is not None
+            self.num_inputs_unknown += num_input is None
 
     def _add_to_class(
         self, exchange: Exchange, tokens: int, verdict: Verdict, gaps: np.ndarray[Any, Any]

@@ -50,10 +50,7 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
             "unsent": num_unsent,
             "warmup": recorder.num_warmup,
         },
-        "errors": [
-            {"what": what, "count": count}
-            for what, count in recorder.errors.most_common(_MAX_ERRORS)
-        ],
+        "errors": _errors(recorder),
         "latency_ms": _latency(together),
         "server_ms": _phases(together),
         "throughput": throughput,
@@ -74,6 +71,16 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
         "client": probe.summary(_sent_lags(together), num_unsent),
         "price": price.summary(throughput["output_tokens_per_s"]),
     }
+
+
+def _errors(recorder: Recorder) -> list[dict[str, Any]]:
+    """Return the most frequent kinds, and all others as one: the counts sum to the failures."""
+    kinds = recorder.errors.most_common()
+    shown = [{"what": what, "count": count} for what, count in kinds[:_MAX_ERRORS]]
+    if rest := kinds[_MAX_ERRORS:]:
+        what = f"{len(rest)} other kinds: --log FILE has them all"
+        shown.append({"what": what, "count": sum(count for _, count in rest)})
+    return shown
 
 
 def _requests(columns: Columns) -> dict[str, int]:
@@ -100,14 +107,19 @@ def _phases(columns: Columns) -> dict[str, Any]:
     return {name: summarise(values, _MS) for name, values in sorted(columns.phases.items())}
 
 
-def _throughput(recorder: Recorder, duration_s: float) -> dict[str, float]:
+def _throughput(recorder: Recorder, duration_s: float) -> dict[str, Any]:
+    """Rates in the window; those of the input are None where no request's is known."""
     seconds = duration_s or 1.0
+    num_input: float | None = recorder.input_tokens
+    if recorder.num_inputs_unknown and not recorder.num_inputs_known:
+        num_input = None
+    total = None if num_input is None else num_input + recorder.output_tokens
     return {
         "requests_per_s": recorder.num_completed / seconds,
-        "input_tokens_per_s": recorder.input_tokens / seconds,
+        "input_tokens_per_s": None if num_input is None else num_input / seconds,
         "output_tokens_per_s": recorder.output_tokens / seconds,
-        "total_tokens_per_s": (recorder.input_tokens + recorder.output_tokens) / seconds,
-        "input_tokens": recorder.input_tokens,
+        "total_tokens_per_s": None if total is None else total / seconds,
+        "input_tokens": num_input,
         "output_tokens": recorder.output_tokens,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -26,6 +25,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEFAULT_SHARE = 0.95
 _LAST_LATIN_1 = 0xFF
 _MAX_WARMUP = 1_000_000
+_MAX_PRICE = 1e12  # an hour, or watts
 _MAX_RATE = 1_000_000.0  # requests a second: more than a client can make
 
 
@@ -244,8 +244,8 @@ def read_price(per_hour: float | None, watts: float | None) -> Price:
     from paceline.bench.summary import Price
 
     for name, value in (("--price", per_hour), ("--watts", watts)):
-        if value is not None and not math.isfinite(value):
-            raise ParameterError(f"{name} is {value}: it must be a number of at least 0")
+        if value is not None and not 0 <= value <= _MAX_PRICE:
+            raise ParameterError(f"{name} is {value}: it must be from 0 to {_MAX_PRICE:g}")
     return Price(per_hour=per_hour, watts=watts)
 
 
