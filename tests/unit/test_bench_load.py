@@ -17,7 +17,7 @@ from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
 from paceline.bench.terminal import print_offline, print_report, report_console
 from paceline.bench.workloads import build_workload
-from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady
+from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady, usage
 
 GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
@@ -202,6 +202,18 @@ def test_a_rate_that_no_client_can_send_is_counted_to_its_end(monkeypatch):
 def test_what_was_sent_in_time_leaves_nothing_unsent(script):
     stage = summary(build_arrivals("constant", 5.0), Limits(num_requests=4, timeout_s=1.0), script)
     assert (stage["requests"]["measured"], stage["requests"]["unsent"]) == (4, 0)
+
+
+def test_events_without_usage_count_the_tokens_of_events_with_it():
+    four = tuple((10 * i, delta(content="a b c d")) for i in range(1, 6))
+    whole, cut = Script((*four, (60, FINISH + usage(3, 20) + DONE))), Script(four, end="hang")
+    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+                limits=Limits(num_requests=4, timeout_s=2.0))  # fmt: skip
+    with FakeServer(lambda number, body: cut if number == 3 else whole) as server:
+        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        stage = asyncio.run(Session().run(plan, target, Closed(1))).summary
+    assert (stage["requests"]["ok"], stage["requests"]["timeout"]) == (3, 1)
+    assert stage["throughput"]["output_tokens"] == pytest.approx(4 * 20)
 
 
 def test_input_that_nobody_counts_is_unknown_and_not_zero():
