@@ -7,26 +7,31 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import load
 from paceline.bench.arrivals import Closed, build_arrivals
 from paceline.bench.http import Origin
 from paceline.bench.load import Limits
-from paceline.bench.objective import Objectives
+from paceline.bench.objective import Objectives, parse_objectives
 from paceline.bench.recorder import Window
 from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
 from paceline.bench.terminal import print_offline, print_report, report_console
 from paceline.bench.workloads import build_workload
-from tests.fake_server import FakeServer, Script, steady
+from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady, usage
 
 GOOD = steady(ttft_ms=10, gap_ms=1, tokens=2)
 
 
-def summary(arrivals, limits: Limits, script: Script = GOOD, *, name: str = "a") -> dict[str, Any]:
-    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+def summary(
+    arrivals, limits: Limits, script: Script = GOOD, *, name: str = "a", slo: str = "",
+    write_line=None,
+) -> dict[str, Any]:  # fmt: skip
+    objectives = parse_objectives([slo] if slo else [])
+    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=objectives,
                 limits=limits)  # fmt: skip
     with FakeServer(lambda number, body: script) as server:
         target = Target(name=name, origin=Origin.parse(server.url), model="fake")
-        return asyncio.run(Session().run(plan, target, arrivals)).summary
+        return asyncio.run(Session(write_line=write_line).run(plan, target, arrivals)).summary
 
 
 @pytest.mark.parametrize("arrivals", [Closed(2), build_arrivals("constant", 50.0)])
@@ -52,6 +57,34 @@ def test_the_window_ends_with_the_duration_where_that_comes_first():
 
 def test_a_run_that_ends_in_its_warm_up_has_no_duration():
     assert Window(start=10.0, end=4.0).duration_s == 0
+
+
+def test_an_answer_that_came_all_at_once_has_no_time_per_token_and_misses_its_objective():
+    choice = b'{"choices":[{"message":{"content":"hi there"},"finish_reason":"stop"}],'
+    usage = b'"usage":{"prompt_tokens":3,"completion_tokens":%d}}'
+    for num_tokens, num_met in ((64, 0), (1, 2)):
+        whole = Script(((10, choice + usage % num_tokens),),
+                       headers=(("Content-Type", "application/json"),))  # fmt: skip
+        for metric in ("tpot", "itl"):
+            limits = Limits(num_requests=2)
+            stage = summary(Closed(1), limits, whole, slo=f"{metric}=10s")
+            assert stage["requests"]["ok"] == 2
+            assert stage["latency_ms"]["tpot"] == {"count": 0}
+            assert stage["goodput"]["met"] == num_met
+
+
+def test_latency_counts_from_the_moment_at_which_a_request_was_due_and_not_from_its_sending():
+    """Of four requests that are due 10 ms apart each waits for the one before, 200 ms."""
+    lines: list[dict[str, Any]] = []
+    slow = steady(ttft_ms=200, gap_ms=0, tokens=1)
+    limits = Limits(num_requests=4, max_open=1)
+    summary(build_arrivals("constant", 100.0), limits, slow, write_line=lines.append)
+    assert [line["outcome"] for line in lines] == ["ok"] * 4
+    for idx, line in enumerate(lines):
+        planned_ms = 200 * (idx + 1) - 10 * idx
+        assert line["ttft_ms"] >= planned_ms - 1
+        assert line["e2e_ms"] >= planned_ms - 1
+        assert line["lag_ms"] >= 200 * idx - 10 * idx - 1
 
 
 def printed(**document: Any) -> str:
@@ -102,3 +135,107 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     monkeypatch.setattr("sys.stdout", offline := io.StringIO())
     print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": []})
     assert offline.getvalue().startswith(f"{name}, scalar, 1 threads")
+
+
+SLOWLY = steady(ttft_ms=100, gap_ms=10, tokens=3)
+
+
+@pytest.mark.parametrize("arrivals", [Closed(2), build_arrivals("constant", 4.0)])
+@pytest.mark.parametrize("workload", ["synthetic:input=4", "chat:turns=20,max_context=100000"])
+def test_nothing_is_sent_once_the_duration_is_over_though_answers_may_still_come(
+    arrivals, workload
+):
+    lines: list[dict[str, Any]] = []
+    limits = Limits(duration_s=1.0, drain_s=60.0)
+    plan = Plan(workload=build_workload(workload), objectives=Objectives({}), limits=limits)
+    with FakeServer(lambda number, body: SLOWLY) as server:
+        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        asyncio.run(Session(write_line=lines.append).run(plan, target, arrivals))
+    assert len(lines) == len(server.served) > 0
+    for line in lines:
+        assert line["scheduled_s"] < 1.0
+        assert line["outcome"] == "ok"
+
+
+def test_a_user_that_a_server_told_to_come_back_later_is_not_waited_for_after_the_duration():
+    full = Script(((0, b'{"error":{"message":"full"}}'),), status=429,
+                  headers=(("Content-Type", "application/json"), ("Retry-After", "9")))  # fmt: skip
+    found = summary(Closed(2), Limits(duration_s=0.5, drain_s=60.0), full)
+    assert (found["requests"]["refused"], found["requests"]["measured"]) == (2, 2)
+
+
+def test_requests_that_were_due_and_never_sent_are_misses():
+    hanging = Script(((0, ROLE),), end="hang")
+    limits = Limits(duration_s=1.0, max_open=3)
+    stage = summary(build_arrivals("constant", 50.0), limits, hanging)
+    requests, goodput = stage["requests"], stage["goodput"]
+    unsent = requests["unsent"]
+    assert requests["cut"] + unsent == 50
+    assert requests["cut"] <= 3
+    assert (goodput["met"], goodput["missed"], goodput["cut"]) == (0, unsent, requests["cut"])
+    assert goodput["attainment"]["value"] == 0
+    assert stage["offered_per_s"] == pytest.approx(50)
+    assert f"{unsent} requests that were due were not sent" in stage["client"]["reasons"]
+    stage["goodput"] = {**goodput, "objectives_ms": {"all": {"ttft": 9.0}}}
+    shown = printed(stages=[stage])
+    assert f"{unsent} more were due and not sent" in shown
+    assert f"within the objective 0 of {unsent}" in shown
+
+
+def test_a_burst_is_due_as_a_whole_and_never_more_than_was_asked_for():
+    hanging = Script(((0, ROLE),), end="hang")
+    limits = Limits(num_requests=9, duration_s=0.5, max_open=2)
+    stage = summary(build_arrivals("burst", None), limits, hanging)
+    assert stage["requests"]["cut"] + stage["requests"]["unsent"] == 9
+    assert stage["requests"]["cut"] <= 2
+
+
+def test_a_rate_that_no_client_can_send_is_counted_to_its_end(monkeypatch):
+    monkeypatch.setattr(load, "_MAX_COUNTED", 1000)
+    hanging = Script(((0, ROLE),), end="hang")
+    limits = Limits(duration_s=0.5, max_open=2)
+    stage = summary(build_arrivals("constant", 1e6), limits, hanging)
+    assert stage["requests"]["unsent"] == pytest.approx(500_000, rel=0.01)
+
+
+@pytest.mark.parametrize("script", [SLOWLY, Script(((0, ROLE),), end="hang")])
+def test_what_was_sent_in_time_leaves_nothing_unsent(script):
+    stage = summary(build_arrivals("constant", 5.0), Limits(num_requests=4, timeout_s=1.0), script)
+    assert (stage["requests"]["measured"], stage["requests"]["unsent"]) == (4, 0)
+
+
+def test_events_without_usage_count_the_tokens_of_events_with_it():
+    four = tuple((10 * i, delta(content="a b c d")) for i in range(1, 6))
+    whole, cut = Script((*four, (60, FINISH + usage(3, 20) + DONE))), Script(four, end="hang")
+    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+                limits=Limits(num_requests=4, timeout_s=2.0))  # fmt: skip
+    with FakeServer(lambda number, body: cut if number == 3 else whole) as server:
+        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        stage = asyncio.run(Session().run(plan, target, Closed(1))).summary
+    assert (stage["requests"]["ok"], stage["requests"]["timeout"]) == (3, 1)
+    assert stage["throughput"]["output_tokens"] == pytest.approx(4 * 20)
+
+
+def test_input_that_nobody_counts_is_unknown_and_not_zero():
+    silent = Script(((0, ROLE), (10, delta(content="a")), (20, FINISH + DONE)))
+    stage = summary(Closed(1), Limits(num_requests=2), silent)
+    rates = stage["throughput"]
+    assert rates["output_tokens"] == 2
+    assert [rates[name] for name in ("input_tokens", "input_tokens_per_s")] == [None, None]
+    assert rates["total_tokens_per_s"] is None
+    assert "input tok/s unknown" in printed(stages=[stage])
+    assert summary(Closed(1), Limits(num_requests=2))["throughput"]["input_tokens"] == 14
+
+
+def test_kinds_of_errors_beyond_the_tenth_are_summed():
+    def fail(number, body):
+        words = b'{"error":{"message":"req %d failed"}}' % number
+        return Script(((0, words),), status=500)
+
+    plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+                limits=Limits(num_requests=15))  # fmt: skip
+    with FakeServer(fail) as server:
+        target = Target(name="a", origin=Origin.parse(server.url), model="fake")
+        errors = asyncio.run(Session().run(plan, target, Closed(1))).summary["errors"]
+    assert [error["count"] for error in errors] == [1] * 10 + [5]
+    assert "5 other kinds" in errors[-1]["what"]

@@ -9,6 +9,7 @@ from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
 from paceline.bench.exchange import Exchange
 from paceline.bench.sse import EventReader
+from paceline.bench.workloads import build_workload
 from tests.fake_server import DONE, EMPTY, FINISH, ROLE, delta, event, usage
 
 
@@ -259,3 +260,69 @@ def test_what_a_server_says_cannot_steer_the_terminal():
         assert error.isprintable()
     timings = {"\x1b[2J_ms": 5, "good_ms": 5}
     assert answered((0.1, event(choices=[], timings=timings))).phases == {"good": 0.005}
+
+
+def test_a_byte_order_mark_before_the_first_event_is_no_part_of_it():
+    assert payloads(b"\xef\xbb\xbfdata: a\n\ndata: b\n\n") == [b"a", b"b"]
+    assert payloads(b"\xef", b"\xbb\xbfdata: a\n\n") == [b"a"]
+
+
+@pytest.mark.parametrize("kind", ["Text/Event-Stream; charset=utf-8", None])
+def test_a_stream_is_read_whatever_the_case_of_its_type_and_without_one(kind):
+    answer = Answer(keeps_text=True)
+    answer.on_head(200, {} if kind is None else {"content-type": kind}, 0.0)
+    for now, data in ((0.1, b"\n"), (0.2, ROLE), (0.3, delta(content="a")), (0.4, FINISH)):
+        answer.on_body(data, now)
+    made = exchange(answer)
+    assert (made.outcome, answer.text, list(answer.arrivals)) == ("ok", "a", [0.3])
+
+
+def test_a_whole_answer_without_a_type_is_read():
+    answer = Answer(keeps_text=True)
+    answer.on_head(200, {}, 0.0)
+    answer.on_body(b' {"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}', 0.2)
+    assert (exchange(answer).outcome, answer.text) == ("ok", "hi")
+
+
+def called(*calls, reason="tool_calls") -> Exchange:
+    fields = build_workload("tools:mode=call").conversation("0", 0).turns[0].fields
+    parts = [(0.1, delta(content="I call.", reasoning_content="{so}"))]
+    for index, (name, arguments) in enumerate(calls):
+        for function in ({"name": name, "arguments": arguments[:5]}, {"arguments": arguments[5:]}):
+            parts.append((0.2, delta(tool_calls=[{"index": index, "function": function}])))
+    end = event(choices=[{"index": 0, "delta": {}, "finish_reason": reason}])
+    return exchange(answered(*parts, (0.3, end)), expects="tool_call", fields=fields)
+
+
+WEATHER = ("get_weather", '{"city": "a", "day": "b", "unit": "celsius"}')
+TABLE = ("book_table", '{"city": "a", "day": "b", "people": 2}')
+
+
+def test_calls_are_valid_by_the_schemas_of_the_tools_that_were_given():
+    assert called(WEATHER).is_valid()
+    assert called(WEATHER, TABLE).is_valid()
+    assert not called().is_valid()
+    assert not called(TABLE, reason="length").is_valid()
+    for name, arguments in (
+        ("rm_rf", "{}"),
+        ("book_table", "{}"),
+        ("book_table", '{"city": "a", "day": "b", "people": "2"}'),
+        ("book_table", '{"city": "a", "day": "b", "people": true}'),
+        ("book_table", '{"city": "a", "day": "b", "people": 2, "more": 1}'),
+        ("get_weather", '{"city": "a", "day": "b", "unit": "kelvin"}'),
+        ("book_table", '{"city": "a'),
+        ("book_table", "[]"),
+    ):
+        assert not called(TABLE, (name, arguments)).is_valid()
+
+
+def test_json_is_valid_by_its_schema_and_apart_from_the_reasoning():
+    fields = build_workload("tools:mode=json").conversation("0", 0).turns[0].fields
+
+    def is_valid(text: str) -> bool | None:
+        parts = (0.1, delta(reasoning_content="use {curly}")), (0.2, delta(content=text))
+        return exchange(answered(*parts, (0.3, FINISH)), expects="json", fields=fields).is_valid()
+
+    assert is_valid('{"city": "a", "day": "b", "people": 2}')
+    for text in ("{}", '{"city": 1}', '```json\n{"a": 1}\n```', "", "[" * 100_000):
+        assert not is_valid(text)

@@ -43,7 +43,7 @@ def test_a_limit_that_makes_no_sense_is_refused_by_name(name, text):
         limits(**{name: text})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1.0])
 def test_a_price_that_is_no_number_is_refused_by_name(value):
     with pytest.raises(ParameterError, match="--price is"):
         read_price(value, None)

@@ -1,5 +1,6 @@
 """Workloads and arrivals: what is sent, and when."""
 
+import gzip
 import itertools
 import json
 import random
@@ -237,11 +238,11 @@ def test_an_objective_for_a_class_that_the_workload_lacks_is_refused():
 def test_objectives_hold_by_class_and_metric():
     objectives = parse_objectives(["ttft=300ms,tpot=50ms", "long:e2e=20s"])
     good = {"ttft": 0.3, "tpot": 0.05, "e2e": 99.0, "itl": 1.0}
-    assert objectives.is_met("chat", good)
-    assert not objectives.is_met("chat", {**good, "ttft": 0.301})
-    assert not objectives.is_met("long", good)
-    assert objectives.is_met("chat", {**good, "tpot": NAN})  # one token keeps any TPOT
-    assert not objectives.is_met("chat", {**good, "ttft": NAN})  # no token, no first token
+    assert objectives.is_met("chat", good, 9)
+    assert not objectives.is_met("chat", {**good, "ttft": 0.301}, 9)
+    assert not objectives.is_met("long", good, 9)
+    assert objectives.is_met("chat", {**good, "tpot": NAN}, 1)  # one token keeps any TPOT
+    assert not objectives.is_met("chat", {**good, "ttft": NAN}, 0)  # no token, no first token
 
 
 @pytest.mark.parametrize("spec", [
@@ -263,3 +264,54 @@ def test_a_length_beyond_any_context_is_refused(spec):
 def test_lognormal_lengths_end_at_the_bound():
     draw, rng = parse_length("lognormal:9000000:4"), random.Random(0)
     assert max(draw(rng) for _ in range(200)) == 10_000_000
+
+
+BROKEN_GZIP = bytearray(gzip.compress(b'{"prompt":"x"}\n' * 50))
+BROKEN_GZIP[15] ^= 0xFF
+CONTENTLESS = b'{"messages":[{"role":"user"}]}'
+DEEP = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "spec", "what"),
+    [
+        ("a.jsonl", CONTENTLESS, "conversations", "role 'user' has no content"),
+        ("a.jsonl", DEEP, "conversations", "cannot be read as JSON lines"),
+        ("a.jsonl", b'{"messages":[{"role":"user","content":"a"}],"max_tokens":-5}',
+         "conversations", "max_tokens is -5"),
+        ("a.jsonl", b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1e308}',
+         "conversations", "max_tokens is 1e"),
+        ("a.gz", bytes(BROKEN_GZIP), "code", "cannot be read as JSON lines"),
+        ("a.gz", gzip.compress(b'{"prompt":"x"}')[:20], "code", "cannot be read as JSON lines"),
+        ("a.jsonl", b'{"at_s":0,"input_length":1e308}', "trace", "input_length is 1e"),
+        ("a.jsonl", b'{"at_s":0,"input_length":2000000000}', "trace", "input_length is 2000000000"),
+        ("a.jsonl", b'{"at_s":0,"output_length":-1}', "trace", "output_length is -1"),
+        ("a.jsonl", b'{"at_s":"nan"}', "trace", "a time is nan"),
+        ("a.csv", b"at_s\ninf\n", "trace", "a time is inf"),
+        ("a.jsonl", DEEP, "trace", "cannot be read as a trace"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_sent_is_refused_with_its_name(tmp_path, name, data, spec, what):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(ParameterError, match=what) as found:
+        build_workload(f"{spec}:file={path}")
+    assert str(path) in str(found.value)
+
+
+def test_an_assistant_that_calls_a_tool_needs_no_content(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages":[{"role":"user","content":"a"},{"role":"assistant"}]}')
+    (turn,) = build_workload(f"conversations:file={path}").conversation("0", 0).turns
+    assert turn.reply == ""
+
+
+def test_a_scale_beyond_all_lengths_gives_the_longest():
+    (turn,) = build_workload("chat:scale=1e308,max_output=9").conversation("0", 0).turns
+    assert turn.max_tokens == 9
+
+
+@pytest.mark.parametrize("shape", ["1e308", "1e-308"])
+def test_a_shape_that_draws_no_gaps_is_refused(shape):
+    with pytest.raises(ParameterError, match=f"shape is {shape[:2]}.*: it must be from"):
+        build_arrivals(f"gamma:shape={shape}", 1.0)

@@ -34,10 +34,10 @@ class Answer:
     """
 
     __slots__ = (
-        "_body", "_reader", "arrivals", "cached_tokens", "connected_at", "error", "finish_reason",
-        "first_byte_at", "headers", "input_tokens", "is_done", "is_tool_call", "keeps_text",
-        "num_choices", "num_text_events", "num_unread", "output_tokens", "phases", "status",
-        "texts",
+        "_body", "_reader", "arrivals", "cached_tokens", "calls", "connected_at", "contents",
+        "error", "finish_reason", "first_byte_at", "headers", "input_tokens", "is_done",
+        "keeps_text", "num_choices", "num_text_events", "num_unread", "output_tokens",
+        "phases", "status", "texts",
     )  # fmt: skip
 
     def __init__(self, *, keeps_text: bool) -> None:
@@ -51,13 +51,14 @@ class Answer:
         self.num_text_events = 0
         self.num_unread = 0
         self.texts: list[str] = []
+        self.contents: list[str] = []  # of the texts, what is neither reasoning nor a call
+        self.calls: dict[int, list[str]] = {}  # by index: the name and the arguments
         self.input_tokens: int | None = None
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.is_done = False
-        self.is_tool_call = False
         self.phases: dict[str, float] = {}
         self._reader: EventReader | None = None
         self._body: list[bytes] = []
@@ -82,15 +83,25 @@ class Answer:
             with suppress(ValueError):  # it is no number: nothing is known of that phase
                 if 0 <= (seconds := float(duration) / 1e3) < _MAX_SECONDS:
                     self.phases[name] = seconds
-        if status == 200 and "text/event-stream" in headers.get("content-type", ""):
+        if status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
             self._reader = EventReader()
 
     def on_body(self, data: bytes, now: float) -> None:
         if self._reader is None:
             self._body.append(data)
-            return
+            if not self._is_untyped_stream():
+                return
+            self._reader, data = EventReader(), b"".join(self._body)
+            self._body.clear()
         for payload in self._reader.feed(data):
             self._on_event(payload, now)
+
+    def _is_untyped_stream(self) -> bool:
+        """True where a 200 has no Content-Type and does not begin as a JSON object does."""
+        if self.status != 200 or self.headers.get("content-type"):
+            return False
+        begin = b"".join(self._body).lstrip()
+        return bool(begin) and not begin.startswith(b"{")
 
     def finish(self, now: float) -> None:
         """Read what is left once the response is complete."""
@@ -150,13 +161,19 @@ class Answer:
 
     def _delta_text(self, delta: dict[str, Any]) -> str:
         text = as_text(delta.get("content"))
+        if self.keeps_text and text:
+            self.contents.append(text)
         thoughts = delta.get("reasoning_content") or delta.get("reasoning")
         if thoughts:
             text = as_text(thoughts) + text
-        for call in _items(delta, "tool_calls"):
+        for number, call in enumerate(_items(delta, "tool_calls")):
             function = _fields(call, "function")
-            self.is_tool_call = True
-            text += _string(function, "name") + _string(function, "arguments")
+            parts = _string(function, "name"), _string(function, "arguments")
+            text += "".join(parts)
+            if self.keeps_text:
+                index = call.get("index")
+                kept = self.calls.setdefault(index if type(index) is int else number, ["", ""])
+                kept[:] = [before + part for before, part in zip(kept, parts, strict=True)]
         return text
 
     def _on_usage(self, usage: dict[str, Any]) -> None:

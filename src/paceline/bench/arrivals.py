@@ -16,6 +16,8 @@ from paceline.errors import ParameterError
 
 ARRIVALS = ("poisson", "gamma:shape=K", "constant", "ramp:to=R,over=60s", "replay:file=F", "burst")
 
+_MIN_SHAPE, _MAX_SHAPE = 1e-3, 1e6  # beyond, gaps are 0 or all alike: burst, constant
+
 
 class Arrivals(Protocol):
     """An open loop's times."""
@@ -134,4 +136,8 @@ def _build(options: SpecOptions, rate: float | None) -> Arrivals:
     if options.name == "constant":
         return Constant(rate)
     shape = options.number("shape", 0.5) if options.name == "gamma" else 1.0
+    if not _MIN_SHAPE <= shape <= _MAX_SHAPE:
+        raise ParameterError(
+            f"shape is {shape:g}: it must be from {_MIN_SHAPE:g} to {_MAX_SHAPE:g}"
+        )
     return Gamma(rate, shape)

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
 from paceline.bench.prose import TokenCounter
+from paceline.bench.validity import are_valid_calls, is_valid_json
 
 Outcome = Literal["ok", "refused", "error", "broken", "timeout", "cut"]
 OUTCOMES: dict[Outcome, str] = {
@@ -96,7 +96,7 @@ class Exchange:
     def tpot_s(self, output_tokens: int) -> float:
         """Mean time per token after the first; NaN for fewer than two tokens or arrivals."""
         arrivals = self.answer.arrivals
-        if output_tokens < 2 or len(arrivals) < 1:
+        if output_tokens < 2 or len(arrivals) < 2:
             return math.nan
         return (arrivals[-1] - arrivals[0]) / (output_tokens - 1)
 
@@ -123,19 +123,12 @@ class Exchange:
         return count(self.prompt_text)
 
     def is_valid(self) -> bool | None:
-        """True where the answer is what the turn wants: JSON, or a tool call. None: any text."""
+        """True where the answer is what the turn wants, by its schema: JSON, or calls of tools
+        that it was given. None: any text."""
         if self.turn.expects == "text":
             return None
-        if self.turn.expects == "tool_call" and not self.answer.is_tool_call:
+        if self.answer.finish_reason == "length":
             return False
-        return self.answer.finish_reason != "length" and _holds_object(self.answer.text)
-
-
-def _holds_object(text: str) -> bool:
-    """True where the text from its first brace on is a JSON object (a call's name precedes it)."""
-    start = text.find("{")
-    try:
-        content: Any = msgspec.json.decode(text[start:].encode()) if start >= 0 else None
-    except msgspec.DecodeError:
-        return False
-    return isinstance(content, dict)
+        if self.turn.expects == "tool_call":
+            return are_valid_calls(self.answer.calls.values(), self.turn.fields)
+        return is_valid_json("".join(self.answer.contents), self.turn.fields)

@@ -68,7 +68,8 @@ def from_percentiles(
     logs = [math.log(value) for value in measured]
 
     def draw(rng: random.Random) -> int:
-        return min(high, max(low, round(scale * math.exp(_interpolate(rng.random(), logs)))))
+        drawn = scale * math.exp(_interpolate(rng.random(), logs))
+        return round(min(high, max(low, drawn)))
 
     return draw
 

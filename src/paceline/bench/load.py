@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -24,6 +25,7 @@ _MAX_SPIN_RATE = 100.0
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
 _MAX_PREPARED = 4096
+_MAX_COUNTED = 1_000_000  # of arrivals that were not sent; the rate tells the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class Load:
         self._keeps_text = keeps_text
         self._num_sent = 0
         self._has_ended_arrivals = False
+        self._arriving: Iterator[float] = iter(())
+        self._held_at: float | None = None  # due, and waiting for its moment or for room
         self._begin = 0.0
         self._stop = asyncio.Event()
         self._is_cut_short = False
@@ -149,6 +153,7 @@ class Load:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.recorder.num_unsent += self._num_never_sent()
 
     async def _dispatch(self) -> None:
         if isinstance(self._load, Closed):
@@ -157,11 +162,14 @@ class Load:
             return
         rate = self._load.rate
         polls = rate is None or rate <= _MAX_SPIN_RATE
-        for at in self._arrivals(self._load):
+        self._arriving = self._arrivals(self._load)
+        for at in self._arriving:
+            self._held_at = at
             await self._room.acquire()
             await _until(at, polls=polls)
-            if self._is_all_sent():
+            if self._is_over():
                 return
+            self._held_at = None
             idx, conversation = self._source.take()
             self._spawn(self._guest(idx, conversation, at))
             await asyncio.sleep(0)  # let it send, and count, before the next is looked at
@@ -174,9 +182,37 @@ class Load:
             yield moment
         self._has_ended_arrivals = True
 
+    def _num_never_sent(self) -> int:
+        """Return how many arrivals were due in the window and did not get their turn.
+
+        The client had as many requests open as it may, or was late: either way a request that
+        nobody answered.
+        """
+        window, held = self.recorder.window, [] if self._held_at is None else [self._held_at]
+        if isinstance(self._load, Closed) or not math.isfinite(window.start):
+            return 0
+        limit = self._limits.num_requests
+        most = math.inf
+        if limit is not None:
+            most = max(0, limit + self._limits.warmup_requests - self._num_sent)
+        num, at = 0, window.start
+        for at in itertools.chain(held, self._arriving):
+            if at >= window.end or num >= min(most, _MAX_COUNTED):
+                break
+            num += at >= window.start
+        else:
+            return num
+        if num == _MAX_COUNTED < most and self._load.rate is not None:
+            num += round(self._load.rate * max(0.0, window.end - at))
+        return int(min(num, most))
+
     def _is_all_sent(self) -> bool:
         limit = self._limits.num_requests
         return limit is not None and self._num_sent >= limit + self._limits.warmup_requests
+
+    def _is_over(self) -> bool:
+        """True once nothing new may be sent: answers may still come, for `drain_s`."""
+        return self._is_all_sent() or time.perf_counter() >= self.recorder.window.end
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -198,22 +234,26 @@ class Load:
 
     async def _user(self) -> None:
         """One user of a closed loop: the next request follows the last answer."""
-        while not self._is_all_sent():
+        while not self._is_over():
             idx, conversation = self._source.take()
             last = await self._converse(idx, conversation, max(self._begin, time.perf_counter()))
             if last is not None and last.outcome in ("refused", "broken"):
                 # A client that comes back at once would measure nothing but its own hurry.
                 pause = last.retry_after_s if last.outcome == "refused" else None
-                await asyncio.sleep(min(pause or _BACKOFF_S, _MAX_BACKOFF_S))
+                again = time.perf_counter() + min(pause or _BACKOFF_S, _MAX_BACKOFF_S)
+                await _until(min(again, self.recorder.window.end), polls=False)
 
     async def _converse(self, idx: int, conversation: Conversation, due: float) -> Exchange | None:
-        """Run the turns of a conversation; a turn that fails is the last."""
+        """Run the turns of a conversation; a turn that fails, or the run's end, is the last."""
         history: list[Message] = []
         exchange = None
         for turn_idx, turn in enumerate(conversation.turns):
-            if self._is_all_sent():
+            if self._is_all_sent() or due >= self.recorder.window.end:
                 break
             await _until(due, polls=False)
+            if self._is_over():
+                self.recorder.num_unsent += not self._is_all_sent()
+                break
             history.extend(turn.messages)
             exchange = self._open(idx, conversation.kind, turn_idx, turn, due)
             is_last = turn_idx + 1 == len(conversation.turns)

@@ -48,7 +48,7 @@ class Probe:
                 self._on_tick()
                 next_tick = now + _TICK_S
 
-    def summary(self, send_lags: Sequence[float]) -> dict[str, Any]:
+    def summary(self, send_lags: Sequence[float], num_unsent: int = 0) -> dict[str, Any]:
         """Return the client's own figures; `is_bottleneck` with the reasons, if any."""
         wall, cpu = self._spent
         share = cpu / wall if wall else 0.0
@@ -59,6 +59,8 @@ class Probe:
         for name, lag in (("event loop", loop_lag), ("sending", send_lag)):
             if lag["count"] and lag["p99"]["value"] > MAX_LAG_S * 1e3:
                 reasons.append(f"its {name} lagged by {lag['p99']['value']:.0f} ms (p99)")
+        if num_unsent:
+            reasons.append(f"{num_unsent} requests that were due were not sent")
         return {
             "cpu_share": share,
             "loop_lag_ms": loop_lag,

@@ -98,9 +98,14 @@ class Recorder:
         self.epoch = 0.0
         self.classes: dict[str, Columns] = {}
         self.input_tokens = 0.0  # of requests whose first text came inside the window
+        self.num_inputs_known = 0
+        self.num_inputs_unknown = 0  # neither usage nor a tokenizer told their tokens
         self.output_tokens = 0.0  # by arrival inside the window
+        self._usage_tokens = 0  # of answers with usage,
+        self._usage_events = 0  # and the text events that brought them
         self.num_completed = 0  # ended well inside the window
         self.num_warmup = 0
+        self.num_unsent = 0  # due inside the window, and never sent
         self.num_unread = 0
         self.token_sources: Counter[str] = Counter()
         self.cached_tokens = 0
@@ -121,6 +126,7 @@ class Recorder:
 
     @property
     def num_missed(self) -> int:
+        """Misses so far, of requests that were sent."""
         return sum(columns.met.count(0) for columns in self.classes.values())
 
     @property
@@ -131,7 +137,7 @@ class Recorder:
         """Take an exchange that has ended."""
         tokens, source = exchange.output_tokens(self._count)
         num_input = exchange.input_tokens(self._count)
-        self._add_to_window(exchange, tokens, num_input)
+        self._add_to_window(exchange, self._spread(exchange, tokens, source), num_input)
         self.num_unread += exchange.answer.num_unread
         gaps = exchange.gaps()
         verdict = self._verdict(exchange, tokens, gaps)
@@ -162,9 +168,22 @@ class Recorder:
             "e2e": exchange.e2e_s,
             "itl": float(gaps.max()) if gaps.size else math.nan,
         }
-        return self.objectives.is_met(exchange.kind, measured)
+        return self.objectives.is_met(exchange.kind, measured, tokens)
 
-    def _add_to_window(self, exchange: Exchange, tokens: int, num_input: int | None) -> None:
+    def _spread(self, exchange: Exchange, tokens: int, source: str) -> float:
+        """Return the tokens of an answer, for the throughput.
+
+        One that was cut or failed has no usage. Its events count as many tokens as those of
+        answers with usage did until then, for servers that put several into an event.
+        """
+        if source == "usage":
+            self._usage_tokens += tokens
+            self._usage_events += exchange.answer.num_text_events
+        elif source == "events" and exchange.outcome != "ok" and self._usage_events:
+            return tokens * self._usage_tokens / self._usage_events
+        return tokens
+
+    def _add_to_window(self, exchange: Exchange, tokens: float, num_input: int | None) -> None:
         arrivals, window = np.asarray(exchange.answer.arrivals), self.window
         self.open_changes[math.floor(exchange.sent_at - self.epoch)] += 1
         self.open_changes[math.ceil(exchange.ended_at - self.epoch)] -= 1
@@ -177,6 +196,8 @@ class Recorder:
             self.tokens_by_second[second] += weight * count
         if window.start <= arrivals[0] <= window.end:
             self.input_tokens += num_input or 0
+            self.num_inputs_known += num_input is not None
+            self.num_inputs_unknown += num_input is None
 
     def _add_to_class(
         self, exchange: Exchange, tokens: int, verdict: Verdict, gaps: np.ndarray[Any, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # a stream may begin with one
+
 
 class EventReader:
     """Turns the bytes of an event stream into the payloads of its events.
@@ -14,6 +16,7 @@ class EventReader:
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._is_at_start = True
 
     def feed(self, packet: bytes) -> list[bytes]:
         """Return the payloads of the events that `packet` completes."""
@@ -39,6 +42,8 @@ class EventReader:
         return payloads
 
     def _take(self, line: bytes, payloads: list[bytes]) -> None:
+        if self._is_at_start:
+            line, self._is_at_start = line.removeprefix(_BYTE_ORDER_MARK), False
         if line.startswith(b"data:"):
             self._data.append(line[6:] if line[5:6] == b" " else line[5:])
         elif line.startswith(b"error:"):

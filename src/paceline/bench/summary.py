@@ -40,14 +40,17 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
     together = recorder.together()
     duration_s = recorder.window.duration_s
     throughput = _throughput(recorder, duration_s)
+    num_unsent = recorder.num_unsent
+    num_due = len(together.outcome) + num_unsent
     return {
         "window_s": duration_s,
-        "offered_per_s": len(together.outcome) / duration_s if duration_s else 0.0,
-        "requests": {**_requests(together), "warmup": recorder.num_warmup},
-        "errors": [
-            {"what": what, "count": count}
-            for what, count in recorder.errors.most_common(_MAX_ERRORS)
-        ],
+        "offered_per_s": num_due / duration_s if duration_s else 0.0,
+        "requests": {
+            **_requests(together),
+            "unsent": num_unsent,
+            "warmup": recorder.num_warmup,
+        },
+        "errors": _errors(recorder),
         "latency_ms": _latency(together),
         "server_ms": _phases(together),
         "throughput": throughput,
@@ -56,7 +59,7 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
             "cached_input": recorder.cached_tokens,
             "unread_events": recorder.num_unread,
         },
-        "goodput": _goodput(together, recorder, "", duration_s),
+        "goodput": _goodput(together, recorder, "", duration_s, num_unsent),
         "classes": {
             kind: {
                 "requests": _requests(columns),
@@ -65,9 +68,19 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
             }
             for kind, columns in sorted(recorder.classes.items())
         },
-        "client": probe.summary(_sent_lags(together)),
+        "client": probe.summary(_sent_lags(together), num_unsent),
         "price": price.summary(throughput["output_tokens_per_s"]),
     }
+
+
+def _errors(recorder: Recorder) -> list[dict[str, Any]]:
+    """Return the most frequent kinds, and all others as one: the counts sum to the failures."""
+    kinds = recorder.errors.most_common()
+    shown = [{"what": what, "count": count} for what, count in kinds[:_MAX_ERRORS]]
+    if rest := kinds[_MAX_ERRORS:]:
+        what = f"{len(rest)} other kinds: --log FILE has them all"
+        shown.append({"what": what, "count": sum(count for _, count in rest)})
+    return shown
 
 
 def _requests(columns: Columns) -> dict[str, int]:
@@ -94,25 +107,34 @@ def _phases(columns: Columns) -> dict[str, Any]:
     return {name: summarise(values, _MS) for name, values in sorted(columns.phases.items())}
 
 
-def _throughput(recorder: Recorder, duration_s: float) -> dict[str, float]:
+def _throughput(recorder: Recorder, duration_s: float) -> dict[str, Any]:
+    """Rates in the window; those of the input are None where no request's is known."""
     seconds = duration_s or 1.0
+    num_input: float | None = recorder.input_tokens
+    if recorder.num_inputs_unknown and not recorder.num_inputs_known:
+        num_input = None
+    total = None if num_input is None else num_input + recorder.output_tokens
     return {
         "requests_per_s": recorder.num_completed / seconds,
-        "input_tokens_per_s": recorder.input_tokens / seconds,
+        "input_tokens_per_s": None if num_input is None else num_input / seconds,
         "output_tokens_per_s": recorder.output_tokens / seconds,
-        "total_tokens_per_s": (recorder.input_tokens + recorder.output_tokens) / seconds,
-        "input_tokens": recorder.input_tokens,
+        "total_tokens_per_s": None if total is None else total / seconds,
+        "input_tokens": num_input,
         "output_tokens": recorder.output_tokens,
     }
 
 
-def _goodput(columns: Columns, recorder: Recorder, kind: str, duration_s: float) -> dict[str, Any]:
+def _goodput(
+    columns: Columns, recorder: Recorder, kind: str, duration_s: float, num_unsent: int = 0
+) -> dict[str, Any]:
     """Judge the requests: every one that ended counts, whatever became of it.
 
+    Those that were due and never sent are misses: no class has them, as nobody made them.
     Requests that the run's end cut are left out of `attainment` and count as missed in
     `attainment_if_cut_missed`, the lower bound.
     """
     met, missed, cut = (columns.met.count(verdict) for verdict in (1, 0, -1))
+    missed += num_unsent
     judged = met + missed
     limits = recorder.objectives.limits if not kind else {kind: recorder.objectives.of(kind)}
     return {
@@ -123,6 +145,7 @@ def _goodput(columns: Columns, recorder: Recorder, kind: str, duration_s: float)
         },
         "met": met,
         "missed": missed,
+        "unsent": num_unsent,
         "cut": cut,
         "attainment": share_figure(met, judged).as_dict() if judged else None,
         "attainment_if_cut_missed": met / (judged + cut) if judged + cut else None,

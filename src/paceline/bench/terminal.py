@@ -96,6 +96,8 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     for name in ("empty", "warmup"):
         if requests[name]:
             parts.append(f"{requests[name]} {name}")
+    if requests["unsent"]:
+        parts.append(f"{requests['unsent']} more were due and not sent")
     console.print(
         f"{stage['target']}: {requests['measured']} requests in {stage['window_s']:.1f} s "
         f"({', '.join(parts)})"
@@ -106,8 +108,7 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     rates = stage["throughput"]
     console.print(
         f"{rates['output_tokens_per_s']:.1f} output tok/s, "
-        f"{rates['input_tokens_per_s']:.1f} input tok/s, "
-        f"{rates['total_tokens_per_s']:.1f} in all, {rates['requests_per_s']:.3g} requests/s"
+        f"{_input_rates(rates)}, {rates['requests_per_s']:.3g} requests/s"
     )
     if requests["checked"]:
         console.print(f"valid answers: {requests['valid']} of {requests['checked']}")
@@ -115,6 +116,14 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     for name, value in stage["price"].items():
         console.print(f"{name.replace('_', ' ')}: {value:.4g}")
     _print_client(stage, console)
+
+
+def _input_rates(rates: dict[str, float | None]) -> str:
+    if rates["input_tokens_per_s"] is None:
+        return "input tok/s unknown (no usage; name a --tokenizer to count it)"
+    return (
+        f"{rates['input_tokens_per_s']:.1f} input tok/s, {rates['total_tokens_per_s']:.1f} in all"
+    )
 
 
 def _latency_table(stage: dict[str, Any]) -> Table:
@@ -155,6 +164,8 @@ def _print_goodput(stage: dict[str, Any], console: Console) -> None:
             continue
         share = figures["attainment"]
         cut = f"; {figures['cut']} cut by the end are left out" if figures["cut"] else ""
+        if figures["unsent"]:
+            cut = f"; {figures['unsent']} were not sent, and count as missed" + cut
         console.print(
             f"goodput, {kind}: {figures['requests_per_s']:.3g} requests/s; within the objective "
             f"{figures['met']} of {figures['met'] + figures['missed']} = "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from paceline.bench.lengths import MAX_LENGTH
 from paceline.errors import ParameterError
 
 _MAX_SHOWN_CHARS = 120
+_MAX_S = 1e12  # of a time: beyond, no clock counts from anywhere
 _INPUTS = ("input_length", "input_tokens", "ContextTokens", "num_prefill_tokens")
 _OUTPUTS = ("output_length", "output_tokens", "GeneratedTokens", "num_decode_tokens")
 
@@ -44,7 +47,8 @@ def read_trace(path: str) -> Sequence[Arrived]:
                     output_tokens=_count(row, _OUTPUTS))
             for row in rows
         ]  # fmt: skip
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
+            RecursionError) as error:  # fmt: skip
         raise ParameterError(
             f"{path} cannot be read as a trace ({error}): lines need at_s in seconds or timestamp "
             "in milliseconds"
@@ -60,6 +64,14 @@ def read_trace(path: str) -> Sequence[Arrived]:
 
 
 def _time(row: dict[str, Any]) -> float:
+    """Return the seconds of a line's time. Raises ValueError where it is no moment."""
+    seconds = _seconds(row)
+    if not math.isfinite(seconds) or abs(seconds) > _MAX_S:
+        raise ValueError(f"a time is {seconds:g}")
+    return seconds
+
+
+def _seconds(row: dict[str, Any]) -> float:
     if "at_s" in row:
         return float(row["at_s"])
     if "timestamp" in row:
@@ -70,4 +82,11 @@ def _time(row: dict[str, Any]) -> float:
 
 
 def _count(row: dict[str, Any], names: Sequence[str]) -> int | None:
-    return next((int(row[name]) for name in names if name in row), None)
+    name = next((name for name in names if name in row), None)
+    if name is None:
+        return None
+    count = int(row[name])
+    if not 0 <= count <= MAX_LENGTH:
+        shown = str(row[name])[:_MAX_SHOWN_CHARS]
+        raise ValueError(f"{name} is {shown}, not from 0 to {MAX_LENGTH}")
+    return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ import msgspec
 
 from paceline.bench.answer import as_text
 from paceline.bench.conversation import Conversation, Message, Turn, Workload, single
+from paceline.bench.lengths import MAX_LENGTH
 from paceline.bench.options import SpecOptions
 from paceline.bench.prose import Prose
 from paceline.bench.traces import Arrived, read_trace
@@ -97,8 +99,14 @@ def _conversation(line: dict[str, Any], max_tokens: int) -> Conversation:
     }
     return Conversation(
         kind=str(line.get("class", "chat")),
-        turns=_split_turns(messages, int(line.get("max_tokens", max_tokens)), fields),
+        turns=_split_turns(messages, _max_tokens(line.get("max_tokens", max_tokens)), fields),
     )
+
+
+def _max_tokens(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_LENGTH:
+        raise ValueError(f"max_tokens is {value!r}, not an integer from 1 to {MAX_LENGTH}")
+    return value
 
 
 def _split_turns(
@@ -112,9 +120,11 @@ def _split_turns(
     pending: list[Message] = []
     for message in messages:
         if message["role"] != "assistant":
+            if message.get("content") is None:
+                raise ValueError(f"a message of role {message['role']!r} has no content")
             pending.append(message)
         elif pending:
-            reply = as_text(message["content"])
+            reply = as_text(message.get("content"))  # none beside tool calls
             turns.append(
                 Turn(messages=tuple(pending), max_tokens=max_tokens, reply=reply, fields=fields)
             )
@@ -171,8 +181,11 @@ def read_lines(path: str) -> list[dict[str, Any]]:
         data = Path(path).expanduser().read_bytes()
         text = gzip.decompress(data) if path.endswith(".gz") else data
         lines = [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
-    except (OSError, msgspec.DecodeError) as error:
-        raise ParameterError(f"{path} cannot be read as JSON lines: {error}") from None
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
+        raise ParameterError(
+            f"{path} cannot be read as JSON lines ({error}): write an object a line, plain or "
+            "in a whole .gz file"
+        ) from None
     if not all(isinstance(line, dict) for line in lines):
         raise ParameterError(f"{path} holds a line that is no JSON object")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -26,6 +25,8 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEFAULT_SHARE = 0.95
 _LAST_LATIN_1 = 0xFF
 _MAX_WARMUP = 1_000_000
+_MAX_PRICE = 1e12  # an hour, or watts
+_MAX_RATE = 1_000_000.0  # requests a second: more than a client can make
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
@@ -130,9 +131,8 @@ def read_loads(
 ) -> dict[str, Any]:
     """Return the part of a Program that says how requests come."""
     from paceline.bench.arrivals import Closed, build_arrivals
-    from paceline.bench.units import parse_positive
 
-    given = None if rate is None else parse_positive(rate, "--rate")
+    given = None if rate is None else _read_rate(rate, "--rate")
     is_open = given is not None or sweep is not None or find_rate or arrival is not None
     arrival = arrival or "poisson"
     has_own_rate = arrival.split(":")[0] in ("burst", "replay")
@@ -159,11 +159,20 @@ def read_loads(
         if given is not None:
             raise ParameterError("--sweep has its own rates: leave out --rate")
         for text in sweep.split(","):
-            value = parse_positive(text, "--sweep")
+            value = _read_rate(text, "--sweep")
             loads.append(({"rate": value}, build_arrivals(arrival, value)))
         return {"loads": loads}
     labels = {} if given is None else {"rate": given}
     return {"loads": [(labels, build_arrivals(arrival, given))]}
+
+
+def _read_rate(text: str, what: str) -> float:
+    from paceline.bench.units import parse_positive
+
+    value = parse_positive(text, what)
+    if value > _MAX_RATE:
+        raise ParameterError(f"{what} is {text!r}: it must be at most {_MAX_RATE:,.0f} a second")
+    return value
 
 
 def read_limits(
@@ -235,8 +244,8 @@ def read_price(per_hour: float | None, watts: float | None) -> Price:
     from paceline.bench.summary import Price
 
     for name, value in (("--price", per_hour), ("--watts", watts)):
-        if value is not None and not math.isfinite(value):
-            raise ParameterError(f"{name} is {value}: it must be a number of at least 0")
+        if value is not None and not 0 <= value <= _MAX_PRICE:
+            raise ParameterError(f"{name} is {value}: it must be from 0 to {_MAX_PRICE:g}")
     return Price(per_hour=per_hour, watts=watts)
 
 

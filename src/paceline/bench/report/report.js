@@ -69,7 +69,7 @@ function about() {
   const config = result.config;
   const targets = Object.entries(config.targets).map(([key, url]) => `${key} = ${url} (${config.models[key]})`);
   const load = config.concurrency ? `closed loop, ${config.concurrency} users`
-    : config.rate || config.sweep || result.searches.length ? `open loop, ${config.arrival}` : "closed loop, 1 user";
+    : config.rate || config.sweep || result.searches.length ? `open loop, ${config.arrival || "poisson"}` : "closed loop, 1 user";
   document.getElementById("about").textContent = [
     ...targets, `workload ${config.workload}`, load, `seed ${config.seed}`,
     result.machine, `paceline ${result.paceline}`,
@@ -80,14 +80,14 @@ function about() {
 function overview() {
   const box = section("Results", "Medians and tails of complete answers. Failed requests count against the objective.");
   const hasObjective = stages.some((stage) => Object.keys(stage.goodput.objectives_ms).length);
-  const titles = ["", "ok", "failed", "cut", "TTFT p50", "TTFT p95", "TPOT mean", "ITL p99", "E2E p95", "output tok/s",
+  const titles = ["", "ok", "failed", "cut", "not sent", "TTFT p50", "TTFT p95", "TPOT mean", "ITL p99", "E2E p95", "output tok/s",
     "requests/s"];
   if (hasObjective) titles.push("within objective", "good requests/s");
   table(box, titles, stages.map((stage) => {
     const r = stage.requests, l = stage.latency_ms;
     const failed = r.refused + r.error + r.broken + r.timeout;
     const at = (metric, figure) => l[metric].count ? ms(l[metric][figure].value) : "–";
-    const row = [name(stage), r.ok, failed ? { bad: failed } : 0, r.cut, at("ttft", "p50"), at("ttft", "p95"),
+    const row = [name(stage), r.ok, failed ? { bad: failed } : 0, r.cut, r.unsent ? { bad: r.unsent } : 0, at("ttft", "p50"), at("ttft", "p95"),
       at("tpot", "mean"), at("itl", "p99"), at("e2e", "p95"), number(stage.throughput.output_tokens_per_s),
       number(stage.throughput.requests_per_s)];
     if (hasObjective) {
