@@ -208,7 +208,7 @@ def test_events_without_usage_count_the_tokens_of_events_with_it():
     four = tuple((10 * i, delta(content="a b c d")) for i in range(1, 6))
     whole, cut = Script((*four, (60, FINISH + usage(3, 20) + DONE))), Script(four, end="hang")
     plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
-                limits=Limits(num_requests=4, timeout_s=2.0))  # fmt: skip
+                limits=Limits(num_requests=4, timeout_s=8.0))  # fmt: skip
     with FakeServer(lambda number, body: cut if number == 3 else whole) as server:
         target = Target(name="a", origin=Origin.parse(server.url), model="fake")
         stage = asyncio.run(Session().run(plan, target, Closed(1))).summary

@@ -21,17 +21,18 @@ class Objectives:
     def of(self, kind: str) -> dict[str, float]:
         return self.limits.get(kind) or self.limits.get("", {})
 
-    def is_met(self, kind: str, measured: dict[str, float], num_tokens: int) -> bool:
+    def is_met(self, kind: str, measured: dict[str, float], *, is_at_once: bool) -> bool:
         """True where each limit of the class holds.
 
         An answer without text never had a first token and misses a TTFT limit. An answer of one
-        token has neither TPOT nor gaps, and keeps theirs; one of more tokens that came all at once
-        has neither, and misses theirs: nobody saw it stream. `measured` is NaN where there is none.
+        token has neither TPOT nor gaps, and keeps theirs; one that `is_at_once`, several tokens in
+        one event, has neither, and misses theirs: it did not stream. `measured` is NaN where there
+        is none.
         """
         for metric, limit in self.of(kind).items():
             value = measured[metric]
             if math.isnan(value):
-                if metric == "ttft" or num_tokens > 1:
+                if metric == "ttft" or is_at_once:
                     return False
             elif value > limit:
                 return False
