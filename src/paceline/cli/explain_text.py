@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline.cli.stages import Lines
 from paceline.explain.causes import METRICS, WORDS, Metric
-from paceline.explain.levers import Change
+from paceline.explain.proposal import Change
 from paceline.explain.report import Advice, Bound, Expected, Explanation
 from paceline.explain.verify import Verification
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from msgspec import Struct
-
 from paceline.explain.causes import Finding
 from paceline.explain.costs import Situation
 from paceline.explain.facts import ServerFacts
+from paceline.explain.proposal import Proposal
 
 _ROOMY_BUDGET = 512
 _MOST_SEATS = 256
@@ -29,21 +28,6 @@ _SMALLER_KV = {
     "f16": ("int8", 0.52, _ROUNDED_KV),
     "bf16": ("int8", 0.52, _ROUNDED_KV),
 }
-
-Change = Mapping[str, str]  # option of `paceline serve` -> value; "": it takes none
-Predict = Callable[[Finding], float]  # milliseconds after the change
-
-
-class Proposal(Struct, frozen=True, kw_only=True):
-    """A change, what is expected of it, and what it costs elsewhere."""
-
-    change: Change  # empty: nothing that `paceline serve` can do by itself
-    text: str
-    predict: Predict
-    price: str = ""
-    is_trade: bool = False  # it takes from some calls what bounds others: told even at a net loss
-    is_lossy: bool = False  # answers change: told after what leaves them as they are
-
 
 Lever = Callable[[Situation], Proposal | None]
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from paceline.explain.causes import METRICS, Finding, Metric, curve
 from paceline.explain.facts import CallFacts
-from paceline.explain.levers import Predict
+from paceline.explain.proposal import Predict
 
 Curves = Mapping[Metric, Sequence[Finding]]  # percentiles 0 … 100 of each metric that calls have
 

@@ -10,8 +10,9 @@ from paceline.errors import PacelineError
 from paceline.explain.causes import Causes, Finding, Metric, findings
 from paceline.explain.costs import Machine, Situation, StepCosts, fit_steps, scaled_costs
 from paceline.explain.facts import Facts, ServerFacts
-from paceline.explain.levers import LEVERS, Change, Proposal
+from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import Curves, curves_of, predicted
+from paceline.explain.proposal import Change, Proposal
 
 _LEAST_GAIN = 0.05  # of a percentile: less is not worth an advice
 _LEAST_LOSS = 0.03

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from paceline.explain.causes import Metric, find
 from paceline.explain.costs import Machine
 from paceline.explain.facts import CallFacts, Facts
-from paceline.explain.levers import LEVERS, Change
+from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import curves_of, predicted
+from paceline.explain.proposal import Change
 from paceline.explain.replay import Planned, run
 from paceline.explain.report import situation_of
 
