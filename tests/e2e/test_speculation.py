@@ -103,9 +103,19 @@ def test_nothing_is_said_of_speculation_where_it_is_off(plain):
     assert "spec_decode" not in plain.client.get("/metrics").text
 
 
-def test_a_spec_that_makes_no_sense_is_refused_before_the_model_is_read():
-    with pytest.raises(ParameterError, match="choose one of off, ngram"):
-        load_model("/no/such/file.gguf", EngineConfig(speculate="magic"))
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculate": "magic"}, "choose one of off, ngram"),
+        ({"speculate": "ngram:max=" + "9" * 5000}, "an integer from 1 to 63"),
+        ({"kv_tier": "tape:size=1G"}, "known is host:size=2G"),
+        ({"kv_tier": "disk:path=a,b,size=1G"}, "kv_tier is .*'b' in .* not of the form key=value"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_refused_before_the_model_is_read(options, said):
+    with pytest.raises(ParameterError, match=said) as caught:
+        load_model("/no/such/file.gguf", EngineConfig(**options))
+    assert caught.value.param in options
 
 
 def test_the_draft_model_gets_an_eighth_of_the_kv_memory(script):

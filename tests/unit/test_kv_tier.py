@@ -174,6 +174,12 @@ def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path):
         open_store(tmp_path / "below")
 
 
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/kv", "a\0b"])
+def test_a_folder_that_cannot_be_is_refused_by_name(path):
+    with pytest.raises(ParameterError, match="cannot use"):
+        open_store(Path(path))
+
+
 def test_a_folder_that_is_a_file_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ParameterError, match=r"cannot use.*file"):
@@ -235,7 +241,7 @@ def test_a_block_that_is_stored_is_not_written_again(tmp_path):
         ("disk:size=1G", "path"),
         ("disk:path=x", "size"),
         ("disk:path=x,size=1G,speed=2", "speed"),
-        ("disk:path=x,size=lots", "lots"),
+        ("disk:path=x,size=lots", "kv_tier is .*lots"),
         ("disk:path=x,size=1K", "1024"),
         ("host:size=1K", "host KV tier is 1024"),
         ("host:path=x,size=1G", "path"),

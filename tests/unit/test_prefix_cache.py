@@ -424,6 +424,18 @@ def test_what_was_cached_at_the_end_is_there_after_a_restart(tmp_path):
     second.engine.stop()
 
 
+def test_what_was_pinned_at_the_end_is_there_after_a_restart(tmp_path):
+    """Nothing evicts it, so the end is the only time at which the disk can get it."""
+    spec = f"disk:path={tmp_path},size=1M"
+    first = Cached(kv_tier=spec)
+    first.run(make_request("a", tokens(80), GREEDY, pin="x"))
+    first.engine.stop()
+    second = Cached(kv_tier=spec)
+    settle(second)
+    assert cached_tokens(second.run(make_request("a", tokens(80), GREEDY))) == 64
+    second.engine.stop()
+
+
 def test_a_broken_file_is_computed_and_so_is_what_follows(tmp_path):
     spec = f"disk:path={tmp_path},size=1M"
     first = Cached(kv_tier=spec)

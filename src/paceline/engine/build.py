@@ -166,6 +166,7 @@ def load_model(
     `turns`, and goes on with the `recorder` of its engine before.
     """
     start = time.monotonic()
+    _check_tier(config)
     speculation = _parse_speculation(config)
     draft = None if speculation is None else _open_draft(speculation, config)
     if path is None:
@@ -233,6 +234,14 @@ def load_model(
     )
     logger.info(describe(loaded))
     return loaded
+
+
+def _check_tier(config: EngineConfig) -> None:
+    """Refuse a spec that makes no sense before a model is pulled and read."""
+    if config.kv_tier is not None:
+        from paceline.engine.kv_tier import parse_tier
+
+        parse_tier(config.kv_tier)
 
 
 def _parse_speculation(config: EngineConfig) -> Speculation | None:

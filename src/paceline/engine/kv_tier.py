@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -174,50 +174,56 @@ def open_tier(spec: str, backend: Backend) -> KVTier:
     Known are "host:size=2G", "disk:path=DIR,size=4G", and the first before the second, joined by
     "+". Raises ParameterError saying what is wrong.
     """
-    parts = [_parse(part) for part in re.split(r"\+(?=[a-z]+:)", spec)]
-    names = [name for name, _ in parts]
-    if names not in (["host"], ["disk"], ["host", "disk"]):
-        raise ParameterError(f"kv_tier is {spec!r}: known is {_FORMS}", param="kv_tier")
     block_bytes = backend.read_blocks([0]).shape[1]
     stores: list[Store] = []
-    for name, options in reversed(parts):  # what a store gives up goes to the one after it
-        max_bytes = parse_bytes(options["size"])
+    for name, max_bytes, path in reversed(parse_tier(spec)):  # one gives up to the one after it
         if max_bytes < block_bytes:
             raise ParameterError(
                 f"the size of the {name} KV tier is {max_bytes} bytes, one block has "
                 f"{block_bytes}: give it more",
                 param="kv_tier",
             )
-        stores.insert(0, _open(name, options, max_bytes, block_bytes, stores))
+        stores.insert(0, _open(name, path, max_bytes, block_bytes, stores))
     return KVTier(stores, backend)
 
 
-def _open(
-    name: str, options: Mapping[str, str], max_bytes: int, block_bytes: int, below: list[Store]
-) -> Store:
+def parse_tier(spec: str) -> list[tuple[str, int, str]]:
+    """Return the stores that `spec` names: (name, bytes, path). None is opened yet.
+
+    Raises ParameterError saying what is wrong.
+    """
+    try:
+        parts = [_parse(part) for part in re.split(r"\+(?=[a-z]+:)", spec)]
+        sizes = [parse_bytes(options["size"]) for _, options in parts]
+    except ParameterError as error:
+        raise ParameterError(f"kv_tier is {spec!r}: {error}", param="kv_tier") from None
+    names = [name for name, _ in parts]
+    if names not in (["host"], ["disk"], ["host", "disk"]):
+        raise ParameterError(f"kv_tier is {spec!r}: known is {_FORMS}", param="kv_tier")
+    return [
+        (name, size, options.get("path", ""))
+        for (name, options), size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _open(name: str, path: str, max_bytes: int, block_bytes: int, below: list[Store]) -> Store:
     if name == "host":
         from paceline.engine.kv_tier_host import HostStore
 
         return HostStore(max_bytes=max_bytes, below=below[0] if below else None)
     from paceline.engine.kv_tier_disk import DiskStore
 
-    path = Path(options["path"]).expanduser()
-    return DiskStore(path, max_bytes=max_bytes, block_bytes=block_bytes)
+    return DiskStore(Path(path), max_bytes=max_bytes, block_bytes=block_bytes)
 
 
 def _parse(spec: str) -> tuple[str, dict[str, str]]:
     name, options = parse_spec(spec)
     if name not in _OPTIONS:
-        raise ParameterError(f"kv_tier is {spec!r}: known is {_FORMS}", param="kv_tier")
+        raise ParameterError(f"known is {_FORMS}")
     known = _OPTIONS[name]
     for key in known:
         if key not in options:
-            raise ParameterError(
-                f"kv_tier {spec!r} has no {key}: known is {_FORMS}", param="kv_tier"
-            )
+            raise ParameterError(f"{name} has no {key}: known is {_FORMS}")
     for key in options.keys() - set(known):
-        raise ParameterError(
-            f"kv_tier {name!r} has no option {key!r}: known are {', '.join(known)}",
-            param="kv_tier",
-        )
+        raise ParameterError(f"{name} has no option {key!r}: known are {', '.join(known)}")
     return name, options

@@ -46,12 +46,13 @@ class DiskStore:
 
     def __init__(self, path: Path, *, max_bytes: int, block_bytes: int) -> None:
         try:
+            path = path.expanduser()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)  # it tells what was said
             self._lock_file = (path / "lock").open("ab")
-        except OSError as error:
+        except (OSError, RuntimeError, ValueError) as error:  # no such home; a NUL in the name
+            reason = getattr(error, "strerror", None) or error
             raise ParameterError(
-                f"the KV tier cannot use {path}: {error.strerror or error}; choose a folder that "
-                "can be written",
+                f"the KV tier cannot use {path}: {reason}; choose a folder that can be written",
                 param="kv_tier",
             ) from None
         self._path = path

@@ -70,6 +70,10 @@ class Pins:
         if blocks is not None:
             self._pool.release(blocks)
 
+    def drop_all(self) -> None:
+        for name in list(self._held):
+            self.drop(name)
+
     def give_way(self, num_blocks: int) -> None:
         """Let go of the oldest pins until so many blocks are available, or none is left."""
         while self._held and self._pool.num_available < num_blocks:

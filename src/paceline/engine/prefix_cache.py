@@ -318,10 +318,11 @@ class PrefixCache:
             self._tier.observe(num_tokens, forward_s)
 
     def close(self) -> None:
-        """Let the tier keep what is cached, the latest used first. Idempotent."""
+        """Let the tier keep what is cached: what was pinned, then the latest used. Idempotent."""
         tier = self._tier
         if tier is None or tier.is_closed:
             return
+        self.pins.drop_all()  # nothing evicts what is pinned, so the tier has not got it yet
         deadline = time.monotonic() + _FLUSH_S
         for block in self._pool.latest_cached() if tier.is_lasting else ():
             entry, left_s = self._entries[block], deadline - time.monotonic()

@@ -82,7 +82,8 @@ def _integer(
     text = options.get(key)
     if text is None:
         return default
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
+    is_number = text.isascii() and text.isdigit() and len(text) < 10  # more is beyond any limit
+    if not is_number or not 1 <= int(text) <= most:
         raise ParameterError(
             f"speculate has {key}={text}: it must be {also}an integer from 1 to {most}",
             param="speculate",
