@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -193,3 +195,29 @@ def test_a_file_that_is_no_json_is_named(text, tmp_path):
 def test_what_the_command_cannot_do_is_said(arguments, said):
     refused = paceline("cache", "warm", *arguments)
     assert (refused.returncode, said in refused.stderr) == (1, True), refused.stderr
+
+
+@pytest.mark.parametrize("said", [b"<html>hello</html>", b"{}", b'{"data": []}', b'{"data": [{}]}'])
+def test_a_server_of_another_kind_is_told_apart(said):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("content-length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        url = ("--url", f"127.0.0.1:{other.server_port}")
+        refused = paceline("cache", "warm", "a", *url)
+        listed = None if b"[]" in said else paceline("cache", "list", "--json", *url)
+        other.shutdown()
+        thread.join()
+    for answer in filter(None, (refused, listed)):
+        assert answer.returncode == 1
+        assert "does not answer as a Paceline server does" in answer.stderr
+        assert "Traceback" not in answer.stderr

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.engine import kv_tier_disk
 from paceline.engine.kv_tier import KVTier, open_tier
 from paceline.engine.kv_tier_disk import DiskStore
 from paceline.errors import ParameterError
@@ -104,6 +108,58 @@ def test_the_size_is_a_bound_and_the_least_recently_used_goes_first(tmp_path):
     smaller = open_store(tmp_path, max_bytes=2 * (BLOCK + 200))
     assert len(files(tmp_path)) == 2
     smaller.close(5)
+
+
+def test_a_file_that_cannot_be_read_now_is_a_miss_and_stays(tmp_path, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    put(store, 1)
+
+    def fail(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_tier_disk, "FileIO", fail)
+        assert store.get(key(1), TOKENS) is None
+    assert "Too many open files" in caplog.text
+    np.testing.assert_array_equal(store.get(key(1), TOKENS), block(1))
+    store.close(5)
+
+
+def test_a_folder_that_vanishes_while_it_is_listed_hides_no_other(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    put(store, 1, 2, 300)  # in the folders 00 and 01
+    store.close(5)
+    scandir, listdir = os.scandir, os.listdir
+
+    def vanishing(of):
+        def listing(path="."):
+            if Path(path).name == "00":
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            return of(path)
+
+        return listing
+
+    monkeypatch.setattr(os, "scandir", vanishing(scandir))
+    monkeypatch.setattr(os, "listdir", vanishing(listdir))
+    again = open_store(tmp_path)
+    assert [key(n) in again for n in (1, 2, 300)] == [False, False, True]
+    put(again, 301)
+    again.close(5)
+
+
+def test_look_ups_wait_once_for_the_list_of_a_large_folder(tmp_path, monkeypatch):
+    is_listed = threading.Event()
+    monkeypatch.setattr(DiskStore, "_scan", lambda store: is_listed.wait(60))
+    store = DiskStore(tmp_path, max_bytes=2**20, block_bytes=BLOCK)
+    waits = []
+    monkeypatch.setattr(store._is_scanned, "wait", waits.append)
+    now = iter([10.0, 10.0, 10.4, 99.0])
+    monkeypatch.setattr(kv_tier_disk, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert [key(1) in store for _ in range(3)] == [False] * 3
+    assert waits == pytest.approx([0.5, 0.1, 0.0])
+    monkeypatch.undo()
+    is_listed.set()
+    store.close(5)
 
 
 @contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
 from paceline.cli.options import ApiKey
-from paceline.errors import ParameterError
+from paceline.errors import PacelineError, ParameterError
 
 app = typer.Typer(
     add_completion=False,
@@ -26,6 +27,29 @@ _PATH = "/v1/cache/prefixes"
 _TIMEOUT_S = 3600.0  # a long beginning on a busy server
 _MISSING = "only a Paceline server has it"
 
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+
+
+class _Prefix(msgspec.Struct):
+    """What a server tells of a beginning."""
+
+    id: str
+    prompt_tokens: int
+    pinned_tokens: int
+    cached_tokens: int
+
+
+class _Pins(msgspec.Struct):
+    data: list[_Prefix]
+
+
+Told = TypeVar("Told", _Models, _Prefix, _Pins)
 Url = Annotated[str, typer.Option("--url", help="Address of the server.")]
 IsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 
@@ -73,26 +97,25 @@ def warm(
     - `paceline cache warm --messages conversation.json`
     """
     from paceline.cli.stages import show_stages
-    from paceline.remote import base_address, send
+    from paceline.remote import base_address, fetch_models, send
 
     body: dict[str, Any] = {"pin": pin, **_beginning(text, messages, is_raw=raw)}
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     base, headers = base_address(url), _headers(api_key)
     if model is None:
-        model = json.loads(send(f"{base}/v1/models", headers))["data"][0]["id"]
+        model = _decoded(fetch_models(base, headers), _Models, base).data[0].id
     with show_stages() as stages:
         stages.show("the server computes", 0, 1)
         body = {"model": model, **body}
         told = send(base + _PATH, headers, body=body, timeout_s=_TIMEOUT_S, missing=_MISSING)
+    answer = _decoded(told, _Prefix, base)
     if as_json:
         print(told.decode())
         return
-    answer = json.loads(told)
-    known, total = answer["cached_tokens"], answer["prompt_tokens"]
-    print(f"{total} tokens, {known} of them known before")
+    print(f"{answer.prompt_tokens} tokens, {answer.cached_tokens} of them known before")
     if pin:
-        print(f"pinned {answer['pinned_tokens']} tokens as {answer['id']}")
+        print(f"pinned {answer.pinned_tokens} tokens as {answer.id}")
 
 
 @app.command("list")
@@ -102,12 +125,14 @@ def list_pins(
     """List what is pinned, by this API key where the server has several."""
     from paceline.remote import base_address, send
 
-    told = send(base_address(url) + _PATH, _headers(api_key), missing=_MISSING)
+    base = base_address(url)
+    told = send(base + _PATH, _headers(api_key), missing=_MISSING)
+    pins = _decoded(told, _Pins, base).data
     if as_json:
         print(told.decode())
         return
-    for pin in json.loads(told)["data"]:
-        print(f"{pin['id']}  {pin['pinned_tokens']} of {pin['prompt_tokens']} tokens")
+    for pin in pins:
+        print(f"{pin.id}  {pin.pinned_tokens} of {pin.prompt_tokens} tokens")
 
 
 @app.command()
@@ -126,6 +151,15 @@ def unpin(
     address = f"{base_address(url)}{_PATH}/{quote(name, safe='')}"
     told = send(address, _headers(api_key), method="DELETE")
     print(told.decode() if as_json else f"{name} is no longer pinned")
+
+
+def _decoded(told: bytes, kind: type[Told], base: str) -> Told:
+    try:
+        return msgspec.json.decode(told, type=kind)
+    except msgspec.DecodeError:
+        raise PacelineError(
+            f"{base} does not answer as a Paceline server does: is the address right?"
+        ) from None
 
 
 def _beginning(text: str | None, messages: Path | None, *, is_raw: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -27,7 +28,7 @@ _HEAD = struct.Struct("<16s32s")  # magic with the format's version, sha256 of a
 _MAGIC = b"paceline-kv-1\n\0\0"
 _TEMPORARY = ".new"
 _QUEUE_BYTES = 64 * 2**20  # blocks that wait for the disk, at most
-_SCAN_S = 0.5  # that a look-up waits for the list of a large folder
+_SCAN_S = 0.5  # that look-ups wait for the list of a large folder, all together
 _PAUSE_S = 60.0  # without writing, after the disk refused
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class DiskStore:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of files, latest used last
         self._num_bytes = 0
         self._is_scanned = threading.Event()
+        self._scan_by = 0.0  # until when look-ups wait for that; 0: none has asked yet
         self._is_closed = False
         self._paused_until = 0.0
         self._queue: queue.Queue[tuple[bytes, bytes, U8] | None] = queue.Queue(
@@ -81,7 +83,8 @@ class DiskStore:
 
     def __contains__(self, key: bytes) -> bool:
         if not self._is_scanned.is_set():  # or the first prompt after a restart might find nothing
-            self._is_scanned.wait(_SCAN_S)
+            self._scan_by = self._scan_by or time.monotonic() + _SCAN_S
+            self._is_scanned.wait(max(self._scan_by - time.monotonic(), 0.0))
         return key in self._sizes
 
     def put(self, key: bytes, tokens: bytes, block: U8, *, wait_s: float = 0.0) -> bool:
@@ -109,8 +112,11 @@ class DiskStore:
                             self._sizes.move_to_end(key)
                     return data[begin:]
             log.warning("%s is cut or altered: it is removed and computed again", path)
-        except OSError:
+        except FileNotFoundError:
             pass
+        except OSError as error:  # too many open files, say: nothing is wrong with this one
+            log.warning("%s cannot be read: %s; it is computed again", path, error)
+            return None
         self._remove(key)
         return None
 
@@ -147,7 +153,7 @@ class DiskStore:
     def _scan(self) -> None:
         """Find what is there, oldest first; clear away what a crash has left."""
         found = []
-        for path in self._path.glob("??/*"):
+        for path in self._listed():
             with suppress(OSError, ValueError):
                 if path.name.endswith(_TEMPORARY):
                     if self.is_writer:
@@ -161,6 +167,12 @@ class DiskStore:
                 self._num_bytes += size
         if self.is_writer:
             self._make_room(0)
+
+    def _listed(self) -> Iterator[Path]:
+        """Yield what lies where blocks do; a folder that is gone, or fails, has nothing."""
+        for number in range(256):
+            with suppress(OSError):
+                yield from list((self._path / f"{number:02x}").iterdir())
 
     def _write(self, key: bytes, tokens: bytes, block: U8) -> None:
         if key in self._sizes or time.monotonic() < self._paused_until:
