@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.measure.ledger import Part
-from paceline.server.answers import Read, is_short
-from paceline.server.body import read_body
+from paceline.server.answers import Read
+from paceline.server.body import is_short, read_body
 from paceline.server.calls import Call
 from paceline.server.door import tenant
 from paceline.server.embeddings import writes_nothing

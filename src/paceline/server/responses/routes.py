@@ -9,7 +9,8 @@ import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from paceline.server.answers import Read, is_short
+from paceline.server.answers import Read
+from paceline.server.body import is_short
 from paceline.server.door import tenant
 from paceline.server.errors import ApiError
 from paceline.server.responses.store import ResponseStore, Stored
