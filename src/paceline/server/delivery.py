@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,10 @@ class Outbox:
 
 
 class Generation:
-    """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`."""
+    """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`.
+
+    `names` are those of the call's fields, by the parameters that they became, where they differ.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Generation:
         *,
         admission: Admission,
         deadline: Deadline | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.requests = requests
         self.call = call
@@ -66,6 +70,7 @@ class Generation:
         self._outbox = outbox
         self._admission = admission
         self._deadline = deadline
+        self._names = names or {}
         self._tenant = requests[0].tenant
         self.n = requests[0].params.n
         self._arrived: list[tuple[int, Delta]] = []
@@ -205,7 +210,8 @@ class Generation:
                         code="shutting_down", retry_after_s=1,
                     )  # fmt: skip
                 if failure.error_param is not None:
-                    raise ApiError(400, failure.error or "", param=failure.error_param)
+                    param = self._names.get(failure.error_param, failure.error_param)
+                    raise ApiError(400, failure.error or "", param=param)
                 raise ApiError(500, failure.error or "the engine failed on this request")
             yield burst
             if not any(self._num_open) and not self._arrived:
