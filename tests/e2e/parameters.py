@@ -103,9 +103,9 @@ RESPONSES = Api(
     {
         **SHARED, **NOTED,
         **plain(
-            instructions="Be brief.", max_output_tokens=3, parallel_tool_calls=False,
-            reasoning={"effort": "none"}, service_tier="flex", store=False,
-            text={"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+            background=True, instructions="Be brief.", max_output_tokens=3,
+            parallel_tool_calls=False, reasoning={"effort": "none"}, service_tier="flex",
+            store=False, text={"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
             tools=[{"type": "function", **FUNCTION}], previous_response_id="resp_none",
         ),
         "stream_options": {"stream": True, "stream_options": {"include_obfuscation": False}},

@@ -8,13 +8,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from fastapi import Request as HttpRequest
 from msgspec import Struct
 from starlette.responses import Response
 
-from paceline.completion import ChoiceBuilder
+from paceline.completion import Choice, ChoiceBuilder
 from paceline.engine.build import LoadedModel
 from paceline.errors import ParameterError
 from paceline.measure.ledger import Part
@@ -23,7 +24,7 @@ from paceline.server.body import is_short, read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.compiling import Compilers
 from paceline.server.conversation import encode_conversation
-from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.delivery import ClientGoneError, Generation, Outbox, Receive
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
 from paceline.server.door import cache_salt, tenant
 from paceline.server.errors import ApiError, as_api_error
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+USES = "paceline_uses"  # in a call's state: an ExitStack that lets go of its model
 MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told to come back
 STOP_TIMEOUT_S = 5.0
 
@@ -196,6 +198,10 @@ class Answers:
                 generation, events, headers,
                 failure=lambda error: writer.failure(as_api_error(asked.in_its_words(error))),
             )  # fmt: skip
+        if asked.background is not None:
+            work = self._unattended(generation, http.scope["state"][USES].pop_all())
+            body = asked.background.begin(writer, generation, work)
+            return Response(body, media_type="application/json", headers=headers)
         return await self._collect(http, generation, writer, headers)
 
     def _frame(self, prepared: Prepared, call: Call, *, wants_figures: bool) -> Frame:
@@ -304,18 +310,33 @@ class Answers:
         writer: Writer,
         headers: dict[str, str],
     ) -> Response:
-        wants_logprobs = generation.requests[0].params.logprobs is not None
-        builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
         try:
-            async with generation.attended(http.receive):
-                async for burst in generation.bursts():
-                    for idx, delta in burst:
-                        builders[idx].add(delta)
+            choices = await _choices(generation, http.receive)
         except ClientGoneError:
             return Response(status_code=499)
-        body = writer.whole([builder.choice() for builder in builders], generation.n)
+        body = writer.whole(choices, generation.n)
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)
+
+    async def _unattended(self, generation: Generation, uses: ExitStack) -> list[Choice]:
+        """Return the choices of a call that counts as open, and uses its model, until then."""
+        self._num_open += 1
+        try:
+            with uses:
+                return await _choices(generation, None)
+        finally:
+            self._num_open -= 1
+
+
+async def _choices(generation: Generation, receive: Receive | None) -> list[Choice]:
+    """Return all choices when they have ended. Raises what `bursts` does."""
+    wants_logprobs = generation.requests[0].params.logprobs is not None
+    builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
+    async with generation.attended(receive):
+        async for burst in generation.bursts():
+            for idx, delta in burst:
+                builders[idx].add(delta)
+    return [builder.choice() for builder in builders]
 
 
 def _structure(prepared: Prepared) -> str:

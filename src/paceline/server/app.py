@@ -80,7 +80,7 @@ def create_models_app(
     life = life or Life()
     status = Status(models, life)
     routes = ModelRoutes(models)
-    responses = ResponseRoutes(routes)
+    responses = ResponseRoutes(routes, life)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -88,6 +88,7 @@ def create_models_app(
             async with models.lifespan(app):
                 yield
         finally:
+            await responses.background.ended()
             await asyncio.to_thread(reports.close)
 
     app = FastAPI(

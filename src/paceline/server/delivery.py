@@ -83,6 +83,11 @@ class Generation:
         self._timers: list[asyncio.TimerHandle] = []
 
     @property
+    def has_begun(self) -> bool:
+        """Whether each prompt has its first token, or has ended without."""
+        return not self._num_waiting
+
+    @property
     def num_choices(self) -> int:
         return self.n * len(self.requests)
 
@@ -121,7 +126,7 @@ class Generation:
                 504, f"the deadline of {deadline.asked_ms:g} ms has passed: give it more time, or "
                 "ask for less", code="deadline_exceeded",
             )  # fmt: skip
-            self._timers.append(loop.call_later(deadline.left_s, self._expire, error))
+            self._timers.append(loop.call_later(deadline.left_s, self.end, error))
 
     def _time_out(self, timeout_s: float) -> None:
         if self._num_waiting:
@@ -130,9 +135,9 @@ class Generation:
                 code="queue_timeout",
                 retry_after_s=self._admission.predict_s(tenant=self._tenant) or 1.0,
             )  # fmt: skip
-            self._expire(error)
+            self.end(error)
 
-    def _expire(self, error: ApiError) -> None:
+    def end(self, error: ApiError) -> None:
         """End the call with `error`, unless all of it has come already."""
         if any(self._num_open):
             self._failure = error
@@ -165,13 +170,17 @@ class Generation:
                 self._engine.abort(request.id)
 
     @asynccontextmanager
-    async def attended(self, receive: Receive) -> AsyncIterator[None]:
-        """While inside, a client that hangs up ends `bursts`; leaving aborts what still runs."""
-        watcher = asyncio.create_task(self._watch(receive))
+    async def attended(self, receive: Receive | None) -> AsyncIterator[None]:
+        """While inside, a client that hangs up ends `bursts`; leaving aborts what still runs.
+
+        None: nobody waits, and nobody can hang up.
+        """
+        watcher = None if receive is None else asyncio.create_task(self._watch(receive))
         try:
             yield
         finally:
-            watcher.cancel()
+            if watcher is not None:
+                watcher.cancel()
             for timer in self._timers:
                 timer.cancel()
             self.cancel()
