@@ -6,6 +6,7 @@ The plain cases, field by field, are in test_cases_server.py; these are the larg
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -162,6 +163,30 @@ def test_bodies_that_are_held_have_a_bound_in_all(server, monkeypatch):
         assert "bodies of open calls" in reply.json()["error"]["message"]
         assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
     wait_until(lambda: server.post(COMPLETIONS, **long).status_code == 200)
+
+
+def test_readers_that_do_not_read_hold_nobody_up_and_get_all_of_it_later(server):
+    """SRV-03: each has its own text in the end, whole."""
+    readers = []
+    for number in range(8):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", server.port))
+        content = json.dumps({"model": "script", "prompt": str(number), "temperature": 0, "n": 2,
+                              "max_tokens": 1500, "stream": True}).encode()  # fmt: skip
+        head = HEAD.format(path=COMPLETIONS) + f"Content-Length: {len(content)}\r\n"
+        connection.sendall(head.encode() + b"Connection: close\r\n\r\n" + content)
+        readers.append(connection)
+    with Canary(server) as canary:
+        wait_until(lambda: len(canary.heard) > 5, timeout_s=30)
+    for number, connection in enumerate(readers):
+        with connection:
+            raw = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023
+        found = re.findall(rb'"index":(\d),"text":"(.)"', raw)
+        digits = "".join(str((number + 1 + i) % 10) for i in range(1500))
+        for index in (b"0", b"1"):
+            assert b"".join(text for idx, text in found if idx == index).decode() == digits
 
 
 @pytest.mark.parametrize(

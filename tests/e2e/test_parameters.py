@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from itertools import combinations
 
 import pytest
 
 from tests.e2e.live import ServeProcess, parse_events
 from tests.e2e.parameters import APIS, CHATS, COMPLETIONS, MESSAGES, RESPONSES, Api
+from tests.e2e.test_cases_server import ODD
 from tests.e2e.test_tools import HI
 
 USES = [(name, field) for name, api in APIS.items() for field in api.uses]
@@ -90,7 +91,7 @@ def test_a_field_without_effect_is_refused_unless_it_asks_for_nothing(server, na
 @pytest.mark.parametrize(("name", "field"), USES)
 def test_two_fields_work_together_or_one_is_refused_by_its_name(server, name, field):
     api = APIS[name]
-    pairs = [pair for pair in combinations(api.uses, 2) if pair[0] == field]
+    pairs = [pair for pair in itertools.combinations(api.uses, 2) if pair[0] == field]
     for pair in pairs:
         body = api.beside(*pair)
         reply = server.post(api.path, **body)
@@ -99,6 +100,26 @@ def test_two_fields_work_together_or_one_is_refused_by_its_name(server, name, fi
         else:
             assert not api.refused & {*pair}, pair
             has_answer(reply, api, body)
+
+
+@pytest.mark.parametrize("name", ["counts", "embeddings", "tokens", "texts", "prefixes"])
+def test_an_odd_value_in_any_field_is_an_answer_or_a_4xx_that_names_it(server, name):
+    """SRV-01, of the APIs that write nothing; the others have this beside their own tests."""
+    api = APIS[name]
+    for field, value in itertools.product((*sorted(api.fields), "no_such_field"), ODD):
+        body = {"model": server.name, **api.body}
+        body.pop(field, None)
+        content = json.dumps(body)[:-1] + f', "{field}": {value}}}'
+        headers = {"content-type": "application/json"}
+        reply = server.client.post(api.path, content=content.encode(), headers=headers)
+        if reply.status_code == 200 or (field == "deadline_ms" and reply.status_code in (429, 504)):
+            continue
+        assert reply.status_code in (400, 404), (field, value, reply.text)
+        told = str(reply.json()["error"])
+        is_broken_json = value in ("NaN", "Infinity", "1e400")
+        # One of two fields that are both absent, or both there, is named.
+        others = {"prompt", "messages"} if field in ("prompt", "messages", "tools") else set()
+        assert is_broken_json or any(f in told for f in {field, *others}), (field, value, told)
 
 
 @pytest.mark.parametrize(
