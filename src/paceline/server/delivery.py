@@ -137,12 +137,14 @@ class Generation:
             )  # fmt: skip
             self.end(error)
 
-    def end(self, error: ApiError) -> None:
-        """End the call with `error`, unless all of it has come already."""
-        if any(self._num_open):
-            self._failure = error
-            self.cancel()
-            self._news.set()
+    def end(self, error: ApiError) -> bool:
+        """End the call with `error`; return False where all of it has come already."""
+        if not any(self._num_open):
+            return False
+        self._failure = error
+        self.cancel()
+        self._news.set()
+        return True
 
     def _leave_queue(self, request_idx: int, *, is_served: bool) -> None:
         if not self._has_news[request_idx]:

@@ -46,8 +46,8 @@ class Job:
 
     async def cancel(self) -> None:
         """End it, and wait until its end is known; one that has just ended stays as it is."""
-        self._is_cancelled = self._generation.call.is_gone = True
-        self._generation.end(ApiError(409, "the response was cancelled"))
+        if self._generation.end(ApiError(409, "the response was cancelled")):
+            self._is_cancelled = self._generation.call.is_gone = True
         if self.task is not None:
             await asyncio.wait({self.task})
 
