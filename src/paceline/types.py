@@ -20,6 +20,7 @@ MAX_N = 128
 _MAX_SHOWN = 80  # characters of a value in a message
 _MAX_COUNT = 2**53  # of tokens: what a float still counts exactly
 MAX_STOP_CHARS = 1024  # of one stop string: matching costs up to its length a token
+MAX_BAD_WORDS_CHARS = 16_384  # of all bad words: a request's are tokenised before it is queued
 
 
 def _require(ok: bool, param: str, value: object, rule: str) -> None:
@@ -172,6 +173,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
                 )
         for text in self.bad_words:
             _require(isinstance(text, str) and text != "", "bad_words", text, "a non-empty string")
+        if (num_chars := sum(map(len, self.bad_words))) > MAX_BAD_WORDS_CHARS:
+            raise ParameterError(
+                f"bad_words hold {num_chars} characters in all: at most {MAX_BAD_WORDS_CHARS} are "
+                "allowed",
+                param="bad_words",
+            )
         for bias in self.logit_bias.values():
             _require(
                 isinstance(bias, int | float) and -100 <= bias <= 100,

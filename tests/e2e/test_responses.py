@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import httpx
 import pytest
 
 from paceline.server.door import read_keys
 from paceline.server.responses.schema import ResponseRequest
-from tests.e2e.live import LiveServer
+from tests.e2e.live import LiveServer, ServeProcess, wait_until
 from tests.e2e.test_cases_server import ODD
 from tests.e2e.test_tools import HERMES
 
@@ -19,8 +20,12 @@ KEYS = ("sk-tenant-one-0123", "sk-tenant-two-0123")
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Ulm", '"Bad" {Ort}\n😀']}},
           "required": ["city"], "additionalProperties": False}  # fmt: skip
 WEATHER = {"type": "function", "name": "weather", "parameters": SCHEMA}
+# What it is bound to ends long after anybody looks.
 ENDLESS = {"type": "object", "properties": {"a": {"type": "array", "minItems": 9000}},
            "required": ["a"]}  # fmt: skip
+
+LONG = {"background": True, "temperature": 1, "max_output_tokens": 12_000,
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": ENDLESS}}}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +145,108 @@ def test_a_key_sees_the_responses_of_no_other(live):
         reply = other.post(RESPONSES, json=body)
         assert reply.json()["error"]["code"] == "previous_response_not_found"
     assert live.client.get(path).json() == response
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [({str(i): "x" for i in range(17)}, "metadata"), ({"a": "x" * 513}, "metadata.a"),
+     ({"k" * 65: "x"}, "metadata")],
+)  # fmt: skip
+def test_metadata_is_bounded_since_every_event_repeats_it(live, metadata, param):
+    ask(live, metadata={"k" * 64: "x" * 512})
+    reply = live.post(RESPONSES, input="Hi", metadata=metadata)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def state(server, response):
+    reply = server.client.get(f"{RESPONSES}/{response['id']}")
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_a_response_in_the_background_is_asked_for_until_it_has_ended(live):
+    response = ask(live, background=True, metadata={"a": "b"}).json()
+    assert (response["status"], response["output"], response["usage"]) == ("queued", [], None)
+    assert response["background"] is True
+    wait_until(lambda: state(live, response)["status"] == "completed")
+    ended = state(live, response)
+    assert (text_of(ended), ended["usage"]["output_tokens"]) == ("HELO", 5)
+    assert ended["metadata"] == {"a": "b"}
+    more = ask(live, previous_response_id=response["id"], input="More").json()
+    assert text_of(more) == "HELO"
+    path = f"{RESPONSES}/{response['id']}"
+    items = live.client.get(f"{path}/input_items").json()["data"]
+    assert [item["role"] for item in items] == ["user"]
+    reply = live.client.post(f"{path}/cancel")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_id")
+
+
+def test_a_response_in_the_background_can_be_cancelled_and_is_no_beginning(live):
+    response = ask(live, **LONG).json()
+    path = f"{RESPONSES}/{response['id']}"
+    wait_until(lambda: state(live, response)["status"] == "in_progress")
+    refused = live.post(RESPONSES, input="x", previous_response_id=response["id"])
+    assert refused.json()["error"]["param"] == "previous_response_id"
+    assert "in_progress" in refused.json()["error"]["message"] or "queued" in refused.text
+    for _ in range(2):
+        cancelled = live.client.post(f"{path}/cancel")
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+        assert cancelled.json()["output"] == []
+    assert state(live, response)["status"] == "cancelled"
+    live.drain()
+    assert live.calls[-1].outcome == "aborted"
+
+
+def test_deleting_a_response_in_the_background_ends_it(live):
+    response = ask(live, **LONG).json()
+    path = f"{RESPONSES}/{response['id']}"
+    assert live.client.delete(path).json()["deleted"] is True
+    assert live.client.get(path).status_code == 404
+    live.drain()
+    assert live.client.get(path).status_code == 404
+
+
+def test_a_response_in_the_background_that_fails_says_why(live):
+    response = ask(live, **LONG, deadline_ms=300).json()
+    wait_until(lambda: state(live, response)["status"] == "failed")
+    assert "deadline of 300 ms" in state(live, response)["error"]["message"]
+    live.drain()
+
+
+def test_many_responses_in_the_background_are_made_together_and_leave_nothing_behind(live):
+    responses = [ask(live, background=True).json() for _ in range(20)]
+    for response in responses:
+        wait_until(lambda: state(live, response)["status"] == "completed")  # noqa: B023
+        assert text_of(state(live, response)) == "HELO"
+    live.drain()
+    live.survive()
+
+
+def test_a_key_cannot_end_what_another_has_in_the_background(live):
+    response = ask(live, **LONG).json()
+    path = f"{RESPONSES}/{response['id']}"
+    with httpx.Client(base_url=live.client.base_url) as other:
+        other.headers["authorization"] = f"Bearer {KEYS[1]}"
+        assert other.get(path).status_code == 404
+        assert other.post(f"{path}/cancel").status_code == 404
+        assert other.delete(path).status_code == 404
+    assert state(live, response)["status"] in ("queued", "in_progress")
+    assert live.client.post(f"{path}/cancel").json()["status"] == "cancelled"
+
+
+def test_a_server_that_is_stopped_ends_its_background_first(long_script_path):
+    """One has its grace and is made; one that is too long is ended with it."""
+    with ServeProcess(
+        long_script_path, "--kv-memory", "64M", "--threads", "1", "--grace", "1"
+    ) as server:
+        response = ask(server, **LONG).json()
+        wait_until(lambda: state(server, response)["status"] == "in_progress")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.client.get("/ready").status_code == 503)
+        assert state(server, response)["status"] == "in_progress"  # it may still be asked for
+        server.process.wait(20)
+    assert "Traceback" not in server.log
+    assert "never awaited" not in server.log
 
 
 def test_a_response_that_has_ended_cannot_be_cancelled(live):

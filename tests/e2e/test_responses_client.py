@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from tests.e2e.live import LiveServer
+from tests.e2e.live import LiveServer, wait_until
 from tests.e2e.test_tools import HERMES
 
 openai = pytest.importorskip("openai", reason="pip install '.[clients]' to test with real clients")
@@ -111,8 +111,8 @@ def test_tools_are_called_parsed_and_answered(client, choice):
 
 def test_errors_are_the_clients_own(client):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(**ASK, background=True)
-    assert refused.value.param == "background"
+        client.responses.create(**ASK, conversation="c")
+    assert refused.value.param == "conversation"
     with pytest.raises(openai.NotFoundError):
         client.responses.create(**{**ASK, "model": "other"})
     with pytest.raises(openai.BadRequestError) as unknown:
@@ -121,6 +121,25 @@ def test_errors_are_the_clients_own(client):
     response = client.responses.create(**ASK)
     with pytest.raises(openai.BadRequestError, match="nothing is left to cancel"):
         client.responses.cancel(response.id)
+
+
+def test_a_response_in_the_background_is_polled_and_cancelled(client):
+    response = client.responses.create(**ASK, background=True)
+    assert (response.status, response.background) == ("queued", True)
+
+    def polled(wanted):
+        nonlocal response
+        response = client.responses.retrieve(response.id)
+        return response.status == wanted
+
+    wait_until(lambda: polled("completed"))
+    assert response.output_text == "HELO"
+    schema = {"type": "object", "properties": {"a": {"type": "array", "minItems": 9000}},
+              "required": ["a"]}  # fmt: skip
+    text = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    response = client.responses.create(**{**ASK, "temperature": 1}, text=text, background=True)
+    assert client.responses.cancel(response.id).status == "cancelled"
+    assert polled("cancelled")
 
 
 def test_the_async_client_streams_several_answers_at_once(client):

@@ -3,12 +3,14 @@
 import http.client
 import socket
 import threading
+import time
 
 import pytest
 
-from tests.e2e.live import ServeProcess, script_model
+from tests.e2e.live import LiveServer, ServeProcess, script_model
 from tests.e2e.soak import allow_files, soak
-from tests.e2e.soak_canary import ask
+from tests.e2e.soak_canary import Pulse, ask
+from tests.e2e.soak_gaps import Gap, GapBook
 from tests.e2e.soak_moves import MOVES
 
 
@@ -58,3 +60,37 @@ def test_the_canary_dies_of_a_new_connection_that_is_closed():
         with pytest.raises(ConnectionError):
             ask(connection, b"{}")
         connection.close()
+
+
+def test_a_gap_that_is_too_long_is_kept_with_the_steps_of_its_time(long_script_path):
+    with LiveServer(long_script_path, num_threads=1, kv_memory_bytes=16 * 2**20) as server:
+        book = GapBook(server.port, limit_ms=1)
+        server.complete("a", max_tokens=3)  # before it
+        begin_ns = time.monotonic_ns()
+        server.complete("0" * 300, max_tokens=5, temperature=0)
+        end_ns = time.monotonic_ns()
+        server.complete("a", max_tokens=3)  # behind it
+        book.note(Gap(begin_ns, end_ns, stalled_ms=(end_ns - begin_ns) / 1e6))
+        assert book.kept == []  # the machine's, not the server's
+        book.note(Gap(begin_ns, end_ns, stalled_ms=0.0))
+    [told] = book.kept
+    assert (told["num_steps"], told["calls"]) == (5, {"text_completion ok": 1})
+    assert told["longest_step"]["tokens"].keys() <= {"prefill", "decode"}
+    assert told["longest_step"]["phases_ms"]["forward"] <= told["longest_step"]["ms"]
+    assert 0 <= told["longest_pause_ms"] <= told["server_ms"]
+
+
+def test_only_the_longest_gaps_are_kept(long_script_path):
+    with LiveServer(long_script_path, num_threads=1, kv_memory_bytes=16 * 2**20) as server:
+        book, now_ns = GapBook(server.port, limit_ms=1), time.monotonic_ns()
+        for number in range(9):
+            book.note(Gap(now_ns - number * 10**7, now_ns, stalled_ms=0.0))
+    assert [told["server_ms"] for told in book.kept] == [80, 70, 60, 50, 40]
+    assert {told["num_steps"] for told in book.kept} == {0}
+
+
+def test_a_pulse_tells_how_much_of_a_time_it_was_held_up():
+    pulse = Pulse()
+    pulse._late = [(10**6, 5 * 10**6), (20 * 10**6, 21 * 10**6)]
+    assert pulse.take_ms(2 * 10**6, 10 * 10**6) == 3
+    assert pulse.take_ms(0, 30 * 10**6) == 0  # forgotten

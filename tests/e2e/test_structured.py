@@ -123,6 +123,28 @@ def test_what_cannot_be_kept_to_is_a_400_and_harms_nobody(server, structure, say
     server.survive()
 
 
+def test_a_grammar_that_turns_out_too_complex_is_a_400_and_harms_nobody(server, caplog):
+    caplog.set_level(logging.INFO)
+    words = " | ".join(f'"w{number}"' for number in range(3000))
+    fields = {"prompt": "a", "structured_outputs": {"grammar": f"start: {words}"}}
+    with Canary(server):
+        response = server.post(COMPLETIONS, **fields)
+        events = server.stream(COMPLETIONS, **fields)
+    assert response.status_code == 400
+    for error in (response.json()["error"], events[-1]["error"]):
+        assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+        assert "too complex" in error["message"]
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_a_choice_of_many_texts_is_one_of_them(server):
+    texts = [f"text {number}" for number in range(10_000)]
+    for temperature in (0, 1):
+        answer = server.complete("a", structured_outputs={"choice": texts}, max_tokens=20, seed=1,
+                                 temperature=temperature)  # fmt: skip
+        assert answer["choices"][0]["text"] in texts
+
+
 def test_a_structured_answer_is_the_same_in_any_batch(server):
     bodies = [
         {"prompt": "a", "structured_outputs": {"json": SCHEMA}, "temperature": 0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import sys
 import threading
 import time
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 from paceline import _native
 from paceline.errors import TokenizerError
-from paceline.text.bpe import BYTE_OF_CHAR
+from paceline.text.bpe import BYTE_OF_CHAR, pre_tokenizer_of, words_in_parts
+from paceline.text.pretokenizers import PRE_TOKENIZERS
 from paceline.text.tokenizer import build_tokenizer
 from paceline.text.vocabulary import longest, string_array
 from paceline.weights.gguf import StringArray
@@ -205,3 +207,39 @@ def test_the_longest_token_is_found_without_decoding_all(tokens: list[str]) -> N
     held = string_array(tokens)
     assert list(held) == tokens
     assert longest(held) == longest(tokens) == max(map(len, tokens))
+
+
+# What patterns treat differently, alone and beside each other.
+SNIPPETS = [
+    "a", "B", "é", "中", "文", "1", "12", "123", "٣", " ", "  ", "\n", "\r\n", "\t", "'s", "'LL",
+    "'", "x's", "!", "...", "(", ")", "|", ",", "。", "—", "👍", "e\u0301", "ǅ", "ʰ", "_", "`", "+",
+    "<=", "\u00a0", "\u3000", "the ", "HELLOworld", "```", "۔", "1234567",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("patterns", sorted({rule.patterns for rule in PRE_TOKENIZERS.values()}))
+def test_a_text_is_cut_in_parts_as_it_is_in_one(patterns: tuple[str, ...]) -> None:
+    cut = pre_tokenizer_of(patterns).pre_tokenize_str
+    rng = random.Random(0)
+    for _ in range(40):
+        some = rng.sample(SNIPPETS, rng.choice((3, 6, len(SNIPPETS))))
+        text = "".join(rng.choices(some, k=rng.choice((50, 300))))
+        parts = list(words_in_parts(text, cut, num_chars=rng.choice((20, 33, 100))))
+        assert [word for part in parts for word, _ in part] == [word for word, _ in cut(text)]
+
+
+def test_no_part_of_a_long_text_is_long_unless_a_word_is() -> None:
+    cut = pre_tokenizer_of(PRE_TOKENIZERS["qwen2"].patterns).pre_tokenize_str
+    asked: list[int] = []
+
+    def noted(text: str) -> list[tuple[str, tuple[int, int]]]:
+        asked.append(len(text))
+        return cut(text)
+
+    text = "one of many words\n" * 500
+    parts = list(words_in_parts(text, noted, num_chars=100))
+    assert len(parts) > len(text) / 100
+    assert max(asked) == 100
+    asked.clear()
+    assert [len(part) for part in words_in_parts("a" * 1000, noted, num_chars=100)] == [1]
+    assert asked == [100, 200, 400, 800, 1000]

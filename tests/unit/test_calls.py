@@ -24,7 +24,7 @@ from paceline.server.calls import Call, CallLog
 from paceline.server.meters import CallMeters
 from paceline.server.metrics import Metrics, exposition
 from paceline.server.spans import Spans
-from paceline.server.trace import chrome_trace
+from paceline.server.trace import chrome_trace, encoded
 from paceline.types import Delta, SamplingParams, Timings, Usage
 
 MS = 1_000_000
@@ -416,7 +416,9 @@ def test_calls_that_overlap_get_rows_of_their_own(clock):
     trace = chrome_trace([], [call_at(0, 10), call_at(5, 15), call_at(11, 20)], {})
     rows = [e["tid"] for e in trace["traceEvents"] if e.get("name") == "text_completion refused"]
     assert rows == [1, 2, 1]
-    json.dumps(trace)
+    assert json.loads(encoded(trace)) == trace
+    many = {**trace, "traceEvents": trace["traceEvents"] * 200}
+    assert json.loads(encoded(many)) == many
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(clock):

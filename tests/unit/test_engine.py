@@ -110,6 +110,20 @@ def test_bad_words_are_never_spelled_though_their_beginning_may_be() -> None:
     assert answer["a", 0].text.startswith("a")
 
 
+def test_bad_words_are_tokenised_once_for_all_choices() -> None:
+    texts: list[str] = []
+
+    class Counting(PieceTokenizer):
+        def encode(self, text: str, add_special: bool = False) -> list[int]:
+            texts.append(text)
+            return super().encode(text, add_special)
+
+    tokenizer = Counting([*"<XYab>", "<end>", "<turn>"], special=[6, 7])
+    engine = make_engine(spelling_script(8, 1, [3, 4, 1]), tokenizer=tokenizer, eos_ids=())
+    run(engine, make_request("a", (0,), greedy(2, n=5, bad_words=("ab", "X"))))
+    assert texts == ["ab", " ab", "X", " X"]
+
+
 def test_stop_strings_cut_the_text_where_a_plain_search_does() -> None:
     plain = run(make_engine(), make_request("a", (1, 2), greedy(60, ignore_eos=True)))["a", 0].text
     rng = np.random.default_rng(0)

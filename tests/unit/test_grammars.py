@@ -151,6 +151,25 @@ def test_a_token_that_may_not_come_is_an_error(grammars):
         state.commit(ord("b"))
 
 
+def test_a_grammar_that_is_too_complex_is_the_requests_doing(grammars):
+    words = " | ".join(f'"w{number}"' for number in range(3000))
+    state = grammars.compile(Structured(grammar=f"start: {words}")).start(may_end_early=True)
+    with pytest.raises(ParameterError, match=r"too complex.*max is 2000") as caught:
+        state.commit(ord("w"))
+    assert caught.value.param == "structured"
+
+
+def test_a_choice_may_be_of_many_texts_and_of_one_that_begins_another(grammars):
+    many = tuple(f"c{number}" for number in range(10_000))
+    state = grammars.compile(Structured(choice=many)).start(may_end_early=True)
+    assert [state.commit(ord(char)) for char in "c123"] == [False] * 4
+    assert allowed(state) == {EOS, *map(ord, "0123456789")}
+    assert state.commit(ord("4"))
+    state = grammars.compile(Structured(choice=("no", "not"))).start(may_end_early=True)
+    assert [state.commit(ord(char)) for char in "no"] == [False] * 2
+    assert allowed(state) == {EOS, ord("t")}
+
+
 def nested(depth: int) -> dict:
     schema: dict = {"type": "string"}
     for _ in range(depth):

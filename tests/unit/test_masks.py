@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from itertools import takewhile
 
@@ -135,6 +136,23 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
     assert answers["a", 0].end.finish_reason == "error"
     assert "it is too complex" in answers["a", 0].end.error
     assert answers["plain", 0].token_ids == alone.token_ids
+
+
+def test_a_grammar_that_asks_for_too_much_is_told_from_one_that_fails(caplog):
+    def refuse(token_id):
+        raise ParameterError("it is too complex", param="structured")
+
+    class Demanding(Cycle):
+        def start(self, *, may_end_early):
+            state = super().start(may_end_early=may_end_early)
+            state.commit = refuse
+            return state
+
+    end = run(make_engine(), structured("a", Demanding("ab")))["a", 0].end
+    assert (end.finish_reason, end.error, end.error_param) == (
+        "error", "it is too complex", "structured"
+    )  # fmt: skip
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_mask_that_fails_ends_its_own_request_only(caplog):

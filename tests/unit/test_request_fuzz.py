@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ParameterError
+from paceline.server.door import Life
 from paceline.server.errors import ApiError
 from paceline.server.messages.schema import CountRequest, MessageRequest
 from paceline.server.messages.translate import read_count, read_message
 from paceline.server.params import check_stream_options, priority, sampling_params, split_prompts
+from paceline.server.responses.background import Background
 from paceline.server.responses.schema import ResponseRequest
 from paceline.server.responses.store import ResponseStore
 from paceline.server.responses.translate import read_response
@@ -46,7 +48,7 @@ def fields_of(kind):
 READERS = {
     CountRequest: read_count,
     MessageRequest: read_message,
-    ResponseRequest: lambda body: read_response(body, ResponseStore(), ""),
+    ResponseRequest: lambda body: read_response(body, ResponseStore(), "", Background(Life())),
 }
 
 

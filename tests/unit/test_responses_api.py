@@ -6,8 +6,10 @@ import pytest
 
 from paceline.completion import ChoiceBuilder
 from paceline.server.dialect import Frame
+from paceline.server.door import Life
 from paceline.server.errors import ApiError
 from paceline.server.params import sampling_params
+from paceline.server.responses.background import Background
 from paceline.server.responses.routes import _is_quick
 from paceline.server.responses.store import ResponseStore, Stored
 from paceline.server.responses.translate import read_response
@@ -16,6 +18,7 @@ from paceline.text.tool_calls import ToolReader
 from paceline.text.tools import ToolStyle
 from paceline.types import Delta, SamplingParams, Timings, Usage
 
+BACKGROUND = Background(Life())
 TOOL = {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "call_id": "c1", "name": "clock", "arguments": '{"zone":"UTC"}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
@@ -23,7 +26,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
 
 def read(*, of=None, tenant="", **fields):
     body = {"model": "m", "input": "Hi", **fields}
-    return read_response(json.dumps(body).encode(), of or ResponseStore(), tenant)
+    return read_response(json.dumps(body).encode(), of or ResponseStore(), tenant, BACKGROUND)
 
 
 def refusal(**fields) -> ApiError:
@@ -40,7 +43,7 @@ def test_the_fields_become_those_of_a_chat():
     asked = read(
         temperature=0.5, top_p=0.9, top_k=3, max_output_tokens=9, stream=True, seed=4,
         deadline_ms=50, timings=True, cache_salt="s", service_tier="flex", user="u",
-        safety_identifier="s", prompt_cache_key="k", background=False, include=[],
+        safety_identifier="s", prompt_cache_key="k", include=[],
         reasoning={"effort": "none"}, truncation="disabled", top_logprobs=0,
         stream_options={"include_obfuscation": False},
         text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
@@ -110,7 +113,8 @@ def test_tools_and_choices_are_those_of_a_chat(choice):
         ({"tool_choice": "some"}, "tool_choice"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"background": True}, "background"), ({"conversation": "c"}, "conversation"),
+        ({"background": True, "stream": True}, "stream"),
+        ({"background": True, "store": False}, "store"), ({"conversation": "c"}, "conversation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -279,6 +283,16 @@ def test_the_tenant_that_holds_most_loses_its_oldest():
     assert [i for i in range(5) if store.get("", str(i))] == [2, 3, 4]
 
 
+def test_a_later_state_of_a_response_takes_the_place_of_the_earlier():
+    store = ResponseStore(max_responses=2, max_bytes=100)
+    for _ in range(3):
+        store.put("", "a", Stored(b"x" * 20, b"y" * 20))
+    store.put("", "b", Stored(b"x" * 20, b"y" * 20))
+    store.put("", "a", Stored(b"z" * 20, b"y" * 20))
+    assert store.get("", "a").body == b"z" * 20
+    assert store.get("", "b") is not None
+
+
 def test_one_that_is_larger_than_the_store_is_not_kept():
     store = ResponseStore(max_bytes=10)
     store.put("a", "1", stored(11))
@@ -320,7 +334,7 @@ def test_a_conversation_goes_on_from_what_is_kept():
 
 def test_what_is_not_to_be_kept_is_not():
     store = ResponseStore()
-    finished(read_response(b'{"model":"m","input":"Hi","store":false}', store, ""))
+    finished(read_response(b'{"model":"m","input":"Hi","store":false}', store, "", BACKGROUND))
     assert store.get("", "resp_1") is None
     finished(read(of=store))
     assert store.get("", "resp_1") is not None

@@ -13,7 +13,9 @@ PIECES = PieceTokenizer(["<end>", "a", "b", " a", "c"])
 
 def choose(params: SamplingParams, logits: list[float], output: tuple[int, ...] = ()) -> int:
     sampler = Sampler(5, [0], PIECES)
-    state = sampler.state(params, 0, (4, 4), params.stop_token_ids)
+    state = sampler.state(
+        params, 0, (4, 4), ends=params.stop_token_ids, bad_words=sampler.bad_words(params)
+    )
     for token in output:
         state.commit(token)
     [token], _ = sampler.sample(np.array([logits], np.float32), [0], [state])
@@ -85,3 +87,10 @@ def test_a_number_of_tokens_beyond_all_counting_is_refused() -> None:
     with pytest.raises(ParameterError, match="max_tokens"):
         SamplingParams(max_tokens=10**400)
     assert SamplingParams(max_tokens=2**53).max_tokens == 2**53
+
+
+def test_bad_words_are_bounded_in_all() -> None:
+    SamplingParams(bad_words=("x" * 8192,) * 2)
+    with pytest.raises(ParameterError, match="16385 characters in all") as caught:
+        SamplingParams(bad_words=("x" * 8192, "y" * 8193))
+    assert caught.value.param == "bad_words"

@@ -183,9 +183,9 @@ def test_every_pre_tokenizer_compiles_and_loses_nothing(name: str) -> None:
     ],
 )
 def test_text_is_cut_as_the_named_tokenizer_cuts_it(pre: str, text: str, words: list[str]) -> None:
-    from paceline.text.bpe import _pre_tokenizer_of
+    from paceline.text.bpe import pre_tokenizer_of
 
-    cut = _pre_tokenizer_of(PRE_TOKENIZERS[pre].patterns).pre_tokenize_str(text)
+    cut = pre_tokenizer_of(PRE_TOKENIZERS[pre].patterns).pre_tokenize_str(text)
     assert [word for word, _ in cut] == words
 
 

@@ -48,7 +48,7 @@ class ChoiceMaker(Struct, frozen=True, kw_only=True):
         max_len = self.max_len
         if params.max_tokens is not None:
             max_len = min(max_len, num_prompt + params.max_tokens)
-        ends = self._ends(params)
+        ends, bad_words = self._ends(params), self.sampler.bad_words(params)
         choices = [
             Sequence(
                 request=request,
@@ -57,7 +57,11 @@ class ChoiceMaker(Struct, frozen=True, kw_only=True):
                 token_ids=list(request.prompt_token_ids),
                 max_len=max_len,
                 sampler=self.sampler.state(
-                    params, choice_seed(seed, index), request.prompt_token_ids, ends
+                    params,
+                    choice_seed(seed, index),
+                    request.prompt_token_ids,
+                    ends=ends,
+                    bad_words=bad_words,
                 ),
                 decoder=self.tokenizer.stream_decoder(params.skip_special_tokens),
                 matcher=StopMatcher(params.stop, params.include_stop_str_in_output)

@@ -13,6 +13,7 @@ from paceline.engine.sampler import Sampler, token_logprob
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State
 from paceline.engine.speculation.verify import follow
+from paceline.errors import ParameterError
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,10 @@ class Chooser:
                 continue
             try:
                 text = seq.append_token(token_id, now_ns)
+            except ParameterError as error:  # the request asks for more than can be done
+                log.info("request %s: %s", seq.request.id, error)
+                self._requests.fail(seq, str(error), error.param)
+                continue
             except Exception as error:
                 log.exception("request %s: token %d failed", seq.request.id, token_id)
                 self._requests.fail(seq, f"token {token_id} failed: {error}")

@@ -91,9 +91,12 @@ class LiveRequests:
         )  # fmt: skip
         self._finish((seq, *seq.siblings), "error", message, param)
 
-    def fail(self, seq: Sequence, message: str) -> None:
-        """End a sequence, and the siblings that wait for it, with an error."""
-        self._finish((seq, *seq.siblings), "error", message)
+    def fail(self, seq: Sequence, message: str, param: str | None = None) -> None:
+        """End a sequence, and the siblings that wait for it, with an error.
+
+        `param` is the parameter that asked for it, None if it is not the request's doing.
+        """
+        self._finish((seq, *seq.siblings), "error", message, param)
 
     def fail_all(self, message: str) -> None:
         for live in list(self._live.values()):

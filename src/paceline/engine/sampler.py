@@ -61,20 +61,32 @@ class Sampler:
         self._end_ids = tuple(end_ids)
         self._encoder = encoder
 
-    def state(
-        self, params: SamplingParams, seed: int, prompt: Seq[int], ends: Iterable[int]
-    ) -> SamplerState:
-        """Return the state of a sequence that has no output yet.
+    def bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Return the bad words as tokens, each with and without a space before it.
 
-        `ends` are the tokens that end it, held back until min_tokens like the model's own. A bad
-        word is forbidden as it is tokenised with and without a space before it: the last
-        token may not follow the others.
+        The last token of one may not follow its others.
         """
         words = [
             self._encoder.encode(text, add_special=False)
             for word in params.bad_words
             for text in (word, " " + word)
         ]
+        return [word for word in words if word]
+
+    def state(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt: Seq[int] = (),
+        *,
+        ends: Iterable[int] = (),
+        bad_words: list[list[int]] | None = None,
+    ) -> SamplerState:
+        """Return the state of a sequence that has no output yet.
+
+        `ends` are the tokens that end it, held back until min_tokens like the model's own.
+        `bad_words` are those of `params` as tokens: choices of a request share them.
+        """
         state: SamplerState = native.SamplerState(
             seed=seed & _MASK,
             temperature=min(params.temperature, _HUGE),
@@ -86,7 +98,7 @@ class Sampler:
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             bias=list(params.logit_bias.items()),
-            bad_words=[word for word in words if word],
+            bad_words=bad_words or [],
             end_ids=[*self._end_ids, *ends],
             min_tokens=min(params.min_tokens, _MAX_INT),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,

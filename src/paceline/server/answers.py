@@ -8,26 +8,28 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from fastapi import Request as HttpRequest
 from msgspec import Struct
 from starlette.responses import Response
 
-from paceline.completion import ChoiceBuilder
+from paceline.completion import Choice, ChoiceBuilder
 from paceline.engine.build import LoadedModel
 from paceline.errors import ParameterError
 from paceline.measure.ledger import Part
 from paceline.server.admission import Admission, Limits
-from paceline.server.body import read_body, request_id
+from paceline.server.body import is_short, read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.compiling import Compilers
 from paceline.server.conversation import encode_conversation
-from paceline.server.delivery import ClientGoneError, Generation, Outbox
+from paceline.server.delivery import ClientGoneError, Generation, Outbox, Receive
 from paceline.server.dialect import ApiRequest, Asked, Frame, Writer, own_words
 from paceline.server.door import cache_salt, tenant
-from paceline.server.errors import ApiError
+from paceline.server.errors import ApiError, as_api_error
 from paceline.server.params import (
+    check_num_choices,
     check_stream_options,
     deadline,
     priority,
@@ -52,19 +54,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+USES = "paceline_uses"  # in a call's state: an ExitStack that lets go of its model
 MAX_OPEN_CALLS = 1024  # calls being answered or waiting for it; more are told to come back
 STOP_TIMEOUT_S = 5.0
-_SHORT_BODY_BYTES = 4096
 
 Read = Callable[[bytes], Asked]
-
-
-def is_short(body: bytes) -> bool:
-    """Say whether parsing and tokenising `body` takes well under a millisecond.
-
-    A longer one goes to a thread, so that it does not hold up the streams of others.
-    """
-    return len(body) <= _SHORT_BODY_BYTES
 
 
 class Prepared(Struct, frozen=True):
@@ -137,7 +131,7 @@ class Answers:
                 )  # fmt: skip
                 ids = self._encode_chat(request, use, call)
                 return Prepared(asked, params, [ids], use, opening(self._loaded, ids))
-            return Prepared(asked, params, self._encode_prompts(request, call))
+            return Prepared(asked, params, self._encode_prompts(request, params.n, call))
 
     def _encode_chat(self, request: ChatRequest, use: ToolUse | None, call: Call) -> list[int]:
         template = "" if self._loaded.template is None else self._loaded.template.source
@@ -153,8 +147,9 @@ class Answers:
         call.lap(Part.TOKENISE)
         return ids
 
-    def _encode_prompts(self, request: CompletionRequest, call: Call) -> list[list[int]]:
+    def _encode_prompts(self, request: CompletionRequest, n: int, call: Call) -> list[list[int]]:
         prompts = split_prompts(request.prompt)
+        check_num_choices(len(prompts), n)
         call.lap(Part.PARSE)
         ids = [self._loaded.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
         call.lap(Part.TOKENISE)
@@ -189,6 +184,7 @@ class Answers:
         generation = Generation(
             self._loaded.engine, self._outbox, requests, call, admission=self._admission,
             deadline=deadline(request, http.headers.get("x-request-deadline-ms"), call),
+            names={"structured": _structure(prepared)},
         )  # fmt: skip
         generation.submit()
         call.accepted(params, num_prompts=len(prompts), is_stream=bool(request.stream))
@@ -198,7 +194,14 @@ class Answers:
         }
         if request.stream:
             events = self._stream(generation, writer)
-            return EventStream(generation, events, headers, failure=writer.failure)
+            return EventStream(
+                generation, events, headers,
+                failure=lambda error: writer.failure(as_api_error(asked.in_its_words(error))),
+            )  # fmt: skip
+        if asked.background is not None:
+            work = self._unattended(generation, http.scope["state"][USES].pop_all())
+            body = asked.background.begin(writer, generation, work)
+            return Response(body, media_type="application/json", headers=headers)
         return await self._collect(http, generation, writer, headers)
 
     def _frame(self, prepared: Prepared, call: Call, *, wants_figures: bool) -> Frame:
@@ -231,9 +234,7 @@ class Answers:
 
         call.lap(Part.PARSE)
         try:
-            grammar = await self._compilers.run(
-                work, param=structured_field(request) if params.structured else "tools"
-            )
+            grammar = await self._compilers.run(work, param=_structure(prepared))
         except ParameterError as error:
             raise ApiError(400, str(error), param=structured_field(request)) from None
         call.lap(Part.GRAMMAR)
@@ -309,15 +310,37 @@ class Answers:
         writer: Writer,
         headers: dict[str, str],
     ) -> Response:
-        wants_logprobs = generation.requests[0].params.logprobs is not None
-        builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
         try:
-            async with generation.attended(http.receive):
-                async for burst in generation.bursts():
-                    for idx, delta in burst:
-                        builders[idx].add(delta)
+            choices = await _choices(generation, http.receive)
         except ClientGoneError:
             return Response(status_code=499)
-        body = writer.whole([builder.choice() for builder in builders], generation.n)
+        body = writer.whole(choices, generation.n)
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)
+
+    async def _unattended(self, generation: Generation, uses: ExitStack) -> list[Choice]:
+        """Return the choices of a call that counts as open, and uses its model, until then."""
+        self._num_open += 1
+        try:
+            with uses:
+                return await _choices(generation, None)
+        finally:
+            self._num_open -= 1
+
+
+async def _choices(generation: Generation, receive: Receive | None) -> list[Choice]:
+    """Return all choices when they have ended. Raises what `bursts` does."""
+    wants_logprobs = generation.requests[0].params.logprobs is not None
+    builders = [ChoiceBuilder(idx, wants_logprobs) for idx in range(generation.num_choices)]
+    async with generation.attended(receive):
+        async for burst in generation.bursts():
+            for idx, delta in burst:
+                builders[idx].add(delta)
+    return [builder.choice() for builder in builders]
+
+
+def _structure(prepared: Prepared) -> str:
+    """Return the name of the field that the structure of the answers comes from."""
+    if prepared.params.structured is None:
+        return "tools"
+    return structured_field(prepared.asked.request)

@@ -15,7 +15,7 @@ from paceline import __version__
 from paceline.engine.build import LoadedModel
 from paceline.errors import PacelineError
 from paceline.server.admission import Limits
-from paceline.server.body import request_id
+from paceline.server.body import HeldBodies, request_id
 from paceline.server.cors import add_cors
 from paceline.server.door import Door, Keys, Life
 from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings
@@ -80,7 +80,7 @@ def create_models_app(
     life = life or Life()
     status = Status(models, life)
     routes = ModelRoutes(models)
-    responses = ResponseRoutes(routes)
+    responses = ResponseRoutes(routes, life)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -88,6 +88,7 @@ def create_models_app(
             async with models.lifespan(app):
                 yield
         finally:
+            await responses.background.ended()
             await asyncio.to_thread(reports.close)
 
     app = FastAPI(
@@ -123,6 +124,7 @@ def create_models_app(
         app.add_api_route(EMBEDDINGS_PATH, routes.embeddings, methods=["POST"], response_model=None)
     if page:
         add_page(app)
+    app.add_middleware(HeldBodies)
     app.add_middleware(UseUntilEnd)
     app.add_middleware(Door, life=life, keys=keys, counted=_GENERATING | {EMBEDDINGS_PATH})
     app.add_middleware(Timekeeping, paths=_GENERATING | {EMBEDDINGS_PATH}, on_open=reports.open,

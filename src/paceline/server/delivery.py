@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,10 @@ class Outbox:
 
 
 class Generation:
-    """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`."""
+    """The engine requests of one HTTP call. Choice `i` of request `r` is choice `r * n + i`.
+
+    `names` are those of the call's fields, by the parameters that they became, where they differ.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Generation:
         *,
         admission: Admission,
         deadline: Deadline | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.requests = requests
         self.call = call
@@ -66,6 +70,7 @@ class Generation:
         self._outbox = outbox
         self._admission = admission
         self._deadline = deadline
+        self._names = names or {}
         self._tenant = requests[0].tenant
         self.n = requests[0].params.n
         self._arrived: list[tuple[int, Delta]] = []
@@ -76,6 +81,11 @@ class Generation:
         self._num_waiting = len(requests)  # without a token yet
         self._has_news = [False] * len(requests)
         self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether each prompt has its first token, or has ended without."""
+        return not self._num_waiting
 
     @property
     def num_choices(self) -> int:
@@ -116,7 +126,7 @@ class Generation:
                 504, f"the deadline of {deadline.asked_ms:g} ms has passed: give it more time, or "
                 "ask for less", code="deadline_exceeded",
             )  # fmt: skip
-            self._timers.append(loop.call_later(deadline.left_s, self._expire, error))
+            self._timers.append(loop.call_later(deadline.left_s, self.end, error))
 
     def _time_out(self, timeout_s: float) -> None:
         if self._num_waiting:
@@ -125,14 +135,16 @@ class Generation:
                 code="queue_timeout",
                 retry_after_s=self._admission.predict_s(tenant=self._tenant) or 1.0,
             )  # fmt: skip
-            self._expire(error)
+            self.end(error)
 
-    def _expire(self, error: ApiError) -> None:
-        """End the call with `error`, unless all of it has come already."""
-        if any(self._num_open):
-            self._failure = error
-            self.cancel()
-            self._news.set()
+    def end(self, error: ApiError) -> bool:
+        """End the call with `error`; return False where all of it has come already."""
+        if not any(self._num_open):
+            return False
+        self._failure = error
+        self.cancel()
+        self._news.set()
+        return True
 
     def _leave_queue(self, request_idx: int, *, is_served: bool) -> None:
         if not self._has_news[request_idx]:
@@ -160,13 +172,17 @@ class Generation:
                 self._engine.abort(request.id)
 
     @asynccontextmanager
-    async def attended(self, receive: Receive) -> AsyncIterator[None]:
-        """While inside, a client that hangs up ends `bursts`; leaving aborts what still runs."""
-        watcher = asyncio.create_task(self._watch(receive))
+    async def attended(self, receive: Receive | None) -> AsyncIterator[None]:
+        """While inside, a client that hangs up ends `bursts`; leaving aborts what still runs.
+
+        None: nobody waits, and nobody can hang up.
+        """
+        watcher = None if receive is None else asyncio.create_task(self._watch(receive))
         try:
             yield
         finally:
-            watcher.cancel()
+            if watcher is not None:
+                watcher.cancel()
             for timer in self._timers:
                 timer.cancel()
             self.cancel()
@@ -205,7 +221,8 @@ class Generation:
                         code="shutting_down", retry_after_s=1,
                     )  # fmt: skip
                 if failure.error_param is not None:
-                    raise ApiError(400, failure.error or "", param=failure.error_param)
+                    param = self._names.get(failure.error_param, failure.error_param)
+                    raise ApiError(400, failure.error or "", param=param)
                 raise ApiError(500, failure.error or "the engine failed on this request")
             yield burst
             if not any(self._num_open) and not self._arrived:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from paceline.text.tool_calls import Content, Piece
 from paceline.types import Delta, FinishReason, SamplingParams, Usage
 
 if TYPE_CHECKING:
+    from paceline.server.delivery import Generation
     from paceline.text.tokenizer import Tokenizer
     from paceline.text.tool_calls import ToolReader
 
@@ -71,6 +72,15 @@ class Writer(Protocol):
         """Return the end of a stream that failed."""
 
 
+class Afterwards(Protocol):
+    """Takes over answers that are made while nobody waits for them."""
+
+    def begin(
+        self, writer: Any, generation: Generation, work: Coroutine[Any, Any, Sequence[Choice]]
+    ) -> bytes:
+        """Return what the client is told at once. Precondition: `writer` is of its own dialect."""
+
+
 class Asked(Protocol):
     """A body that was read: what it asks for in OpenAI's terms, which all dialects come to."""
 
@@ -88,6 +98,10 @@ class Asked(Protocol):
     @property
     def wants_objects(self) -> bool:
         """Whether the arguments of calls must be JSON, because the answer has them as objects."""
+
+    @property
+    def background(self) -> Afterwards | None:
+        """Where the answer is left, of a call that does not wait for it."""
 
     def writer(self, frame: Frame) -> Writer: ...
 

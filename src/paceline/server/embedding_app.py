@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.server.app import add_error_handlers
+from paceline.server.body import HeldBodies
 from paceline.server.cors import add_cors
 from paceline.server.door import Door, Keys, Life
 from paceline.server.embeddings import EMBEDDINGS_PATH, Embeddings, writes_nothing
@@ -45,6 +46,7 @@ def create_embedding_app(
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for path in _GENERATING:
         app.add_api_route(path, status.writes_nothing, methods=["POST"], include_in_schema=False)
+    app.add_middleware(HeldBodies)
     app.add_middleware(Door, life=life, keys=keys, counted=frozenset({EMBEDDINGS_PATH}))
     add_cors(app, cors_origins)
     app.add_middleware(Turnstile)

@@ -14,6 +14,8 @@ _TYPES = {
     401: "authentication_error", 429: "rate_limit_error", 500: "server_error",
     503: "server_error", 504: "server_error",
 }  # fmt: skip
+_MAX_MESSAGE = 2000  # characters: what a client sent may be in it, and long
+_MAX_PARAM = 200
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -54,16 +56,17 @@ def as_api_error(error: PacelineError) -> ApiError:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the body of OpenAI's error answers."""
     kind = _TYPES.get(error.status, "invalid_request_error")
-    detail = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return {"error": detail}
+    param = None if error.param is None else error.param[:_MAX_PARAM]
+    message = str(error)[:_MAX_MESSAGE]
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
 
 
 def anthropic_error_body(error: ApiError, request_id: str | None) -> dict[str, Any]:
     """Return the body of Anthropic's error answers, which name a field in the message alone."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    message = str(error)
+    message = str(error)[:_MAX_MESSAGE]
     if error.param is not None and error.param not in message:
-        message = f"{error.param}: {message}"
+        message = f"{error.param[:_MAX_PARAM]}: {message}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message},

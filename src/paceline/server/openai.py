@@ -285,6 +285,10 @@ class OpenAIAsked(msgspec.Struct, frozen=True):
         return False
 
     @property
+    def background(self) -> None:
+        return None
+
+    @property
     def wants_objects(self) -> bool:
         return False
 

@@ -94,7 +94,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         summary="Forget a response", answer=shapes.Deleted, statuses=(404,)
     ),
     ("post", "/v1/responses/{response_id}/cancel"): Operation(
-        summary="Refused: nothing runs in the background", answer=shapes.ResponseAnswer,
+        summary="End a response in the background", answer=shapes.ResponseAnswer,
         statuses=(400, 404),
     ),
     ("get", "/v1/responses/{response_id}/input_items"): Operation(

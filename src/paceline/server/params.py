@@ -21,6 +21,7 @@ from paceline.server.texts import split_texts
 from paceline.types import MAX_LOGPROBS, SamplingParams, Structured
 
 MAX_PROMPTS = 256  # prompts in one completions call
+MAX_CHOICES = 1024  # of all of them together: each takes time on the event loop to begin
 # Lower runs first (`--policy priority`); a request without a tier has 0.
 _TIERS = {"priority": -100, "auto": 0, "default": 0, "flex": 100}
 
@@ -172,6 +173,15 @@ def _structured_outputs(given: StructuredOutputs) -> Structured:
     except ParameterError as error:
         param = f"structured_outputs.{error.param}"
         raise ApiError(400, f"structured_outputs.{error}", param=param) from None
+
+
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """Raise ApiError for a call that asks for too many answers at once."""
+    if num_prompts * n > MAX_CHOICES:
+        raise ApiError(
+            400, f"n is {n} for each of {num_prompts} prompts: a call has at most {MAX_CHOICES} "
+            "answers, send several", param="n",
+        )  # fmt: skip
 
 
 def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:

@@ -69,6 +69,10 @@ class PrefixAsked(msgspec.Struct, frozen=True):
         return self.given.pin and self.known_pin is None
 
     @property
+    def background(self) -> None:
+        return None
+
+    @property
     def wants_objects(self) -> bool:
         return False
 

@@ -41,7 +41,7 @@ def refusal(message: str, value: Any, kind: Any, *, within: str = "") -> ApiErro
                 400, f"{path or 'the body'} has a field without a name: leave it out",
                 param=path or None, code="unknown_parameter",
             )  # fmt: skip
-        name = f"{path}.{unknown[1]}" if path else unknown[1]
+        name = f"{path}.{unknown[1][:_MAX_SHOWN]}" if path else unknown[1][:_MAX_SHOWN]
         return ApiError(
             400, f"{name} is not a field this server knows: leave it out", param=name,
             code="unknown_parameter",

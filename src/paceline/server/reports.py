@@ -21,7 +21,7 @@ from paceline.server.errors import ApiError
 from paceline.server.live import NUM_LISTED, RANKS
 from paceline.server.running import RunningCalls
 from paceline.server.timeline import describe, timeline
-from paceline.server.trace import chrome_trace
+from paceline.server.trace import chrome_trace, encoded
 
 if TYPE_CHECKING:
     from paceline.server.metrics import Metrics
@@ -93,9 +93,7 @@ class Reports:
         steps = recorder.log.since(since_ns)
         calls = [call for call in books.calls if call.end_ns > since_ns]
         # A full log takes tenths of a second to write: not on the streams' thread.
-        body = await asyncio.to_thread(
-            lambda: msgspec.json.encode(chrome_trace(steps, calls, about))
-        )
+        body = await asyncio.to_thread(lambda: encoded(chrome_trace(steps, calls, about)))
         return Response(body, media_type="application/json")
 
     async def metrics(self) -> Response:

@@ -36,6 +36,9 @@ INFORMATIONAL: dict[str, type] = {
     "prompt_cache_key": str,
 }
 
+_MAX_VALUES = 2_000_000  # in a body: token ids of the longest batches
+_MAX_PARTS = 250_000  # lists and objects
+
 ServiceTier = Literal["auto", "default", "flex", "priority"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Words = Annotated[list[str], msgspec.Meta(max_length=1024)]
@@ -161,6 +164,7 @@ _T = TypeVar("_T")
 
 def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
     """Return `body` as a request of `kind`. Raises ApiError 400 naming the field at fault."""
+    _check_size(body)
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
@@ -176,6 +180,23 @@ def parse(body: bytes, kind: type[_RequestT]) -> _RequestT:
     if issubclass(kind, Fields):
         _take_out_what_asks_for_nothing(wanted, kind)
     return converted(wanted, kind)
+
+
+def _check_size(body: bytes) -> None:
+    """Raise ApiError for a body of so many values that making them would hold up other threads.
+
+    Of a short one nothing is counted; a text counts by its own commas and brackets.
+    """
+    if len(body) <= _MAX_PARTS:
+        return
+    for name, signs, most in (
+        ("values", b",", _MAX_VALUES), ("lists and objects", b"[{", _MAX_PARTS)
+    ):  # fmt: skip
+        count = sum(body.count(sign) for sign in signs)
+        if count > most:
+            raise ApiError(
+                400, f"the body holds some {count} {name}: send at most {most} in a call"
+            )
 
 
 def converted(value: Any, kind: type[_T], *, within: str = "") -> _T:

@@ -100,10 +100,10 @@ class ResponseAnswer(Struct):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
     model: str
     output: list[dict[str, Any]]
-    usage: dict[str, Any]
+    usage: dict[str, Any] | None
 
 
 class Deleted(Struct):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -10,7 +12,7 @@ from starlette.responses import Response
 
 from paceline.engine.build import LoadedModel
 from paceline.engine.checks import check_ids
-from paceline.server.body import read_body
+from paceline.server.body import is_short, read_body
 from paceline.server.conversation import encode_conversation
 from paceline.server.errors import ApiError
 from paceline.server.reasoning import variables_of
@@ -42,25 +44,35 @@ class TokenRoutes:
         self._loaded = loaded
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        request = parse(await read_body(http), TokenizeRequest)
+        return await self._answer(http, self._tokenized)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        return await self._answer(http, self._detokenized)
+
+    async def _answer(self, http: HttpRequest, work: Callable[[bytes], bytes]) -> Response:
+        body = await read_body(http)
+        answer = work(body) if is_short(body) else await asyncio.to_thread(work, body)
+        return Response(answer, media_type="application/json")
+
+    def _tokenized(self, body: bytes) -> bytes:
+        request = parse(body, TokenizeRequest)
         self._check_model(request.model)
         ids = self._encode(request)
         text = self._loaded.tokenizer.token_text
-        body = {
+        answer = {
             "count": len(ids),
             "max_model_len": self._loaded.config.max_model_len,
             "tokens": ids,
             "token_strs": [text(i) for i in ids] if request.return_token_strs else None,
         }
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return msgspec.json.encode(answer)
 
-    async def detokenize(self, http: HttpRequest) -> Response:
-        request = parse(await read_body(http), DetokenizeRequest)
+    def _detokenized(self, body: bytes) -> bytes:
+        request = parse(body, DetokenizeRequest)
         self._check_model(request.model)
         tokenizer = self._loaded.tokenizer
         check_ids(request.tokens, param="tokens", num_ids=tokenizer.vocab_size)
-        body = {"prompt": tokenizer.decode(request.tokens, skip_special=False)}
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return msgspec.json.encode({"prompt": tokenizer.decode(request.tokens, skip_special=False)})
 
     def _encode(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
@@ -108,6 +120,6 @@ def check_model(name: str, served: Named) -> None:
     """Raise ApiError 404 unless `name` is the model that is served."""
     if name != served.name and name not in served.aliases:
         raise ApiError(
-            404, f"the model {name!r} is not served here: ask for {served.name!r}",
+            404, f"the model {name[:200]!r} is not served here: ask for {served.name!r}",
             param="model", code="model_not_found",
         )  # fmt: skip

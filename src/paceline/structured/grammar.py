@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.engine.masks import U32
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, ParameterError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+# What llguidance says where a bound of its work is met; its stop reasons do not tell that apart.
+_LIMIT = re.compile(r"max is|too complex|too large|too many|limit|fuel")
 
 
 class Grammar:
@@ -62,11 +66,16 @@ class GrammarState:
     def commit(self, token_id: int) -> bool:
         """Take a chosen token; return True if nothing can follow it.
 
-        Raises PacelineError for a token that may not come, or where the limits of the grammar's
-        complexity were met.
+        Raises ParameterError where the grammar turns out to be too complex, PacelineError for a
+        token that may not come.
         """
         matcher = self._matcher
         if not matcher.consume_token(token_id):
-            problem = " ".join(matcher.get_error().split())
-            raise PacelineError(f"the structure of the answer failed: {problem[:300]}")
+            problem = " ".join(matcher.get_error().split())[:300]
+            if _LIMIT.search(problem):
+                raise ParameterError(
+                    f"the structure of the answer is too complex, simplify it: {problem}",
+                    param="structured",
+                )
+            raise PacelineError(f"the structure of the answer failed: {problem}")
         return matcher.is_stopped()

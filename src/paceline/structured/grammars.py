@@ -177,8 +177,9 @@ def _source(structured: Structured) -> tuple[str, int]:
         grammar = _bounded(structured.grammar, "grammar")
         return LLMatcher.grammar_from_lark(grammar), _grammar_levels(grammar)
     if structured.choice:
+        # One token of the grammar, not a rule: of the branches of a rule there may be 2,000 only.
         texts = "|".join(msgspec.json.encode(text).decode() for text in structured.choice)
-        return LLMatcher.grammar_from_lark(_bounded(f"start: {texts}", "choice")), 0
+        return LLMatcher.grammar_from_lark(_bounded(f"start: CHOICE\nCHOICE: {texts}", "choice")), 0
     schema = '{"type":"object"}' if structured.json_object else _schema_text(structured.json_schema)
     schema = _bounded(schema, "json_schema")
     return _schema_source(schema), _levels_of(msgspec.json.decode(schema))

@@ -7,7 +7,7 @@ and merges where they lie in the mapped file: see docs/architecture.md for what 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -18,6 +18,13 @@ from paceline.text.pretokenizers import pre_tokenizer
 from paceline.text.vocabulary import Vocabulary, string_array
 from paceline.weights.checkpoint import GGUFTokenizerData
 from paceline.weights.gguf import StringArray
+
+Words = list[tuple[str, tuple[int, int]]]  # each with where it begins and ends
+
+# The library keeps the GIL while it cuts a text, for half a second a megabyte: cut in one piece, a
+# long prompt would hold up all that others have of the process.
+_PART_CHARS = 4096
+_SEEN_CHARS = 16  # behind a word that is certain: more than any pattern looks ahead of one
 
 
 def _byte_chars() -> dict[str, int]:
@@ -57,7 +64,7 @@ class ByteBPE:
         self._nfc = rule.nfc
         self._whole_words = rule.whole_words
         self._pairs = _byte_pairs(vocabulary.tokens, string_array(data.merges))
-        self._cut = _pre_tokenizer_of(rule.patterns)
+        self._cut = pre_tokenizer_of(rule.patterns)
         self._plain = Literals(vocabulary.user_defined)
         self._special = Literals({**vocabulary.user_defined, **vocabulary.special})
 
@@ -83,8 +90,41 @@ class ByteBPE:
             return
         if self._nfc and not text.isascii():
             text = unicodedata.normalize("NFC", text)
-        words = self._cut.pre_tokenize_str(text)
-        ids += self._pairs.encode_words(words, self._whole_words)
+        for words in words_in_parts(text, self._cut.pre_tokenize_str):
+            ids += self._pairs.encode_words(words, self._whole_words)
+
+
+def words_in_parts(
+    text: str, cut: Callable[[str], Words], *, num_chars: int = _PART_CHARS
+) -> Iterator[Words]:
+    """Yield the words that `cut` makes of `text`, in parts that other threads need not wait for.
+
+    Patterns match from left to right and look at nothing before a match, so a text may be cut anew
+    where a word begins. Where a part ends is no such place: its last words may go on.
+    """
+    begin, size = 0, num_chars
+    while len(text) - begin > size:
+        words = cut(text[begin : begin + size])
+        count = _num_certain(words, size)
+        if count:
+            yield words[:count]
+            begin += words[count - 1][1][1]
+            size = num_chars
+        else:
+            size *= 2  # a word of that length
+    yield cut(text[begin:])
+
+
+def _num_certain(words: Words, num_chars: int) -> int:
+    """Return how many of the words of a text's first characters are words of the whole text.
+
+    A word of blanks decides nothing: how it is cut depends on what follows all of them.
+    """
+    for count in range(len(words), 0, -1):
+        word, (_, end) = words[count - 1]
+        if end + _SEEN_CHARS <= num_chars and not word[-1].isspace():
+            return count
+    return 0
 
 
 def _byte_pairs(tokens: StringArray, merges: StringArray) -> _native.BytePairs:
@@ -97,7 +137,7 @@ def _byte_pairs(tokens: StringArray, merges: StringArray) -> _native.BytePairs:
         ) from None
 
 
-def _pre_tokenizer_of(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+def pre_tokenizer_of(patterns: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
     """Cut by each pattern in turn."""
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]

@@ -61,7 +61,7 @@ class DraftModel:
         self._shadows = shadows
         self._translation = translation
         self._sampler = sampler
-        self._likeliest = sampler.state(SamplingParams(temperature=0, logprobs=0), 0, (), ())
+        self._likeliest = sampler.state(SamplingParams(temperature=0, logprobs=0), 0)
         self._eos_ids = eos_ids
         self._max_tokens = max_tokens
         self._window = min(window, max_len // 2)

@@ -9,8 +9,8 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from paceline.engine.build import LoadedModel
-from paceline.server.answers import Answers, is_short
-from paceline.server.body import read_body, request_id
+from paceline.server.answers import Answers
+from paceline.server.body import is_short, read_body, request_id
 from paceline.server.conversation import encode_conversation
 from paceline.server.dialect import own_words
 from paceline.server.messages.translate import read_count, read_message

@@ -64,6 +64,10 @@ class MessagesAsked(Struct, frozen=True, kw_only=True):
     def pins(self) -> bool:
         return False
 
+    @property
+    def background(self) -> None:
+        return None
+
     def writer(self, frame: Frame) -> MessageWriter:
         return MessageWriter(frame)
 

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.measure.ledger import Part
-from paceline.server.answers import Read, is_short
-from paceline.server.body import read_body
+from paceline.server.answers import USES, Read
+from paceline.server.body import is_short, read_body
 from paceline.server.calls import Call
 from paceline.server.door import tenant
 from paceline.server.embeddings import writes_nothing
@@ -25,8 +25,6 @@ from paceline.server.openai import read_chat, read_completion
 from paceline.server.prefixes import no_pin
 from paceline.server.timekeeping import CALL
 
-_USES = "paceline_uses"
-
 
 class UseUntilEnd:
     """ASGI middleware: a model that a call found is in use until its reply has been sent."""
@@ -36,7 +34,7 @@ class UseUntilEnd:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as uses:
-            scope.setdefault("state", {})[_USES] = uses
+            scope.setdefault("state", {})[USES] = uses
             await self._app(scope, receive, send)
 
 
@@ -114,7 +112,7 @@ class ModelRoutes:
 
     async def _served(self, http: HttpRequest, entry: Entry) -> Served | ServedEncoder:
         """Return the loaded model of a call, in use from now until the reply's end."""
-        uses: ExitStack = http.scope["state"][_USES]
+        uses: ExitStack = http.scope["state"][USES]
         uses.enter_context(entry.in_use())
         call: Call | None = http.scope["state"].get(CALL)
         if call is None:

@@ -9,9 +9,11 @@ import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from paceline.server.answers import Read, is_short
-from paceline.server.door import tenant
+from paceline.server.answers import Read
+from paceline.server.body import is_short
+from paceline.server.door import Life, tenant
 from paceline.server.errors import ApiError
+from paceline.server.responses.background import Background
 from paceline.server.responses.store import ResponseStore, Stored
 from paceline.server.responses.translate import read_response
 
@@ -30,15 +32,17 @@ class Answering(Protocol):
 class ResponseRoutes:
     """The Responses API of a server. `answers` are those that all APIs share."""
 
-    def __init__(self, answers: Answering) -> None:
+    def __init__(self, answers: Answering, life: Life) -> None:
         self._answers = answers
         self._store = ResponseStore()
+        self.background = Background(life)
 
     async def create(self, http: HttpRequest) -> Response:
         owner = tenant(http.scope)
         return await self._answers.answer(
-            http, lambda body: read_response(body, self._store, owner), is_quick=_is_quick
-        )
+            http, lambda body: read_response(body, self._store, owner, self.background),
+            is_quick=_is_quick,
+        )  # fmt: skip
 
     async def retrieve(self, response_id: str, http: HttpRequest) -> Response:
         query = _query(http, "stream")
@@ -47,22 +51,32 @@ class ResponseRoutes:
                 400, "stream: a response that is kept is whole, ask for it without", param="stream",
                 code="unsupported_parameter",
             )  # fmt: skip
-        return _json(self._find(response_id, http).body)
+        stored = self._find(response_id, http)
+        job = self.background.find(response_id)
+        return _json(stored.body if job is None else job.body)
 
     async def delete(self, response_id: str, http: HttpRequest) -> Response:
+        """Forget a response; one that is made in the background is ended."""
         if not self._store.delete(tenant(http.scope), response_id):
             raise _unknown(response_id)
+        if (job := self.background.find(response_id)) is not None:
+            job.is_unwanted = True
+            await job.cancel()
         body = {"id": response_id, "object": "response", "deleted": True}
         return _json(msgspec.json.encode(body))
 
     async def cancel(self, response_id: str, http: HttpRequest) -> Response:
-        """Refuse: a response that is kept has ended. One that is written ends with its call."""
-        self._find(response_id, http)
-        raise ApiError(
-            400, f"the response {response_id!r} has ended: nothing is left to cancel; background "
-            "mode is not supported, and closing the connection ends a response that is written",
-            param="response_id",
-        )  # fmt: skip
+        """End a response that is made in the background. Any other ends with its call."""
+        stored = self._find(response_id, http)
+        if (job := self.background.find(response_id)) is not None:
+            await job.cancel()
+            stored = self._find(response_id, http)
+        if stored.status != "cancelled":
+            raise ApiError(
+                400, f"the response {response_id[:80]!r} has ended: nothing is left to cancel",
+                param="response_id",
+            )  # fmt: skip
+        return _json(stored.body)
 
     async def input_items(self, response_id: str, http: HttpRequest) -> Response:
         """List the items that the answer followed, those of earlier responses included."""

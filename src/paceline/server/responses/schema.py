@@ -22,7 +22,6 @@ from paceline.server.tools import MAX_TOOLS
 
 # Fields of OpenAI that this server does not act on, and the values that ask for nothing.
 _NEUTRAL: Neutral = {
-    "background": (False,),
     "include": ([],),
     "prompt_cache_retention": ("in_memory",),
     "top_logprobs": (0,),
@@ -34,6 +33,8 @@ _NEUTRAL: Neutral = {
     ),
 }  # fmt: skip
 
+_Key = Annotated[str, msgspec.Meta(max_length=64)]
+_Value = Annotated[str, msgspec.Meta(max_length=512)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -153,9 +154,10 @@ class ResponseRequest(SharedFields, kw_only=True, forbid_unknown_fields=True):
     }  # fmt: skip
 
     input: str | list[dict[str, Any]]
+    background: bool | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
+    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: Reasoning | None = None

@@ -26,6 +26,11 @@ class Stored(msgspec.Struct, frozen=True):
         """Return all items up to the end of the answer."""
         return [*self.items(), *msgspec.json.decode(self.body)["output"]]
 
+    @property
+    def status(self) -> str:
+        status: str = msgspec.json.decode(self.body)["status"]
+        return status
+
     def items(self) -> list[dict[str, Any]]:
         """Return the items before the answer."""
         items: list[dict[str, Any]] = msgspec.json.decode(self.sent)
@@ -48,7 +53,10 @@ class ResponseStore:
         self._num_kept = 0
 
     def put(self, tenant: str, response_id: str, stored: Stored) -> None:
+        """Keep a response, in the place of an earlier state of it."""
         with self._lock:
+            if response_id in self._kept.get(tenant, {}):
+                self._drop(tenant, response_id)
             self._kept.setdefault(tenant, OrderedDict())[response_id] = stored
             self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + stored.num_bytes
             self._num_kept += 1

@@ -11,6 +11,7 @@ import msgspec
 from paceline.errors import PacelineError
 from paceline.server.dialect import Frame, Names
 from paceline.server.errors import ApiError
+from paceline.server.responses.background import Background
 from paceline.server.responses.schema import (
     CHOICES,
     ITEMS,
@@ -50,6 +51,7 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     sent: bytes
     tenant: str
     store: ResponseStore | None  # None: the response is not to be kept
+    background: Background | None  # None: the call waits for it
 
     @property
     def id_prefix(self) -> str:
@@ -69,14 +71,25 @@ class ResponsesAsked(msgspec.Struct, frozen=True, kw_only=True):
     def in_its_words(self, error: PacelineError) -> PacelineError:
         return self.names.applied(error)
 
-    def _keep(self, response_id: str, body: bytes) -> None:
-        if self.store is not None:
+    def _keep(self, response_id: str, body: bytes | None) -> None:
+        if self.store is None:
+            return
+        if body is None:
+            self.store.delete(self.tenant, response_id)
+        else:
             self.store.put(self.tenant, response_id, Stored(body, self.sent))
 
 
-def read_response(body: bytes, store: ResponseStore, tenant: str) -> ResponsesAsked:
-    """Return a body of /v1/responses, read; `store` has what it may go on from. Raises ApiError."""
+def read_response(
+    body: bytes, store: ResponseStore, tenant: str, background: Background
+) -> ResponsesAsked:
+    """Return a body of /v1/responses, read. Raises ApiError.
+
+    `store` has what it may go on from; what does not wait goes to `background`.
+    """
     request = parse(body, ResponseRequest)
+    if request.background:
+        _check_background(request)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     earlier = _earlier(request.previous_response_id, store, tenant)
@@ -112,7 +125,22 @@ def read_response(body: bytes, store: ResponseStore, tenant: str) -> ResponsesAs
         sent=_encode([*earlier, *items]),
         tenant=tenant,
         store=None if request.store is False else store,
+        background=background if request.background else None,
     )
+
+
+def _check_background(request: ResponseRequest) -> None:
+    """Raise ApiError for what cannot be had of a response that nobody waits for."""
+    if request.stream:
+        raise ApiError(
+            400, "stream and background are both true: leave out stream, and ask for the response "
+            "by its id until it has ended", param="stream",
+        )  # fmt: skip
+    if request.store is False:
+        raise ApiError(
+            400, "store is false and background is true: the response could not be asked for, "
+            "leave out store", param="store",
+        )  # fmt: skip
 
 
 def _earlier(response_id: str | None, store: ResponseStore, tenant: str) -> list[dict[str, Any]]:
@@ -125,6 +153,11 @@ def _earlier(response_id: str | None, store: ResponseStore, tenant: str) -> list
             400, f"previous_response_id is {response_id[:80]!r}: no such response is kept; send "
             "the conversation as input",
             param="previous_response_id", code="previous_response_not_found",
+        )  # fmt: skip
+    if stored.status not in ("completed", "incomplete"):
+        raise ApiError(
+            400, f"previous_response_id is {response_id[:80]!r}, which is {stored.status}: a "
+            "response goes on from one that has an answer", param="previous_response_id",
         )  # fmt: skip
     return stored.conversation()
 
@@ -254,6 +287,7 @@ def _echo(request: ResponseRequest, tools: Sequence[FunctionTool]) -> dict[str, 
     text = request.text or TextConfig()
     format_ = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
     return {
+        "background": request.background is True,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},

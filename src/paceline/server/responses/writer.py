@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,7 +18,8 @@ from paceline.text.tool_calls import CallBegun, Content, Piece
 from paceline.types import Delta, FinishReason, Usage
 
 _encode = msgspec.json.Encoder().encode
-Keep = Callable[[str, bytes], None]
+Keep = Callable[[str, "bytes | None"], None]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -44,7 +45,8 @@ class ResponseWriter:
     """A Writer of /v1/responses. `echo` are fields that every response has as they were asked.
 
     In a stream each item is done before the next is added, and events are numbered. `keep` is
-    called with the id and the JSON of the response when it is whole.
+    called with the id and the JSON of the response when it is whole, and of one that is made in the
+    background whenever its state changes; with None where it is to be forgotten.
     """
 
     quiet_s: float | None = None
@@ -83,9 +85,30 @@ class ResponseWriter:
 
     def failure(self, error: ApiError) -> bytes:
         told = self._event("error", code=error.code, message=str(error), param=error.param)
-        detail = {"code": "server_error", "message": str(error)}
-        response = {**self._response("failed", usage=None), "error": detail}
-        return told + self._event("response.failed", response=response)
+        return told + self._event("response.failed", response=self._failed(error))
+
+    @property
+    def response_id(self) -> str:
+        return self._frame.answer_id
+
+    def pending(self, status: Status) -> bytes:
+        """Return the response as long as there is nothing of it but its state."""
+        return _encode(self._response(status, usage=None))
+
+    def keep_pending(self, status: Status) -> bytes:
+        body = self.pending(status)
+        self._keep(self.response_id, body)
+        return body
+
+    def give_up(self, error: ApiError | None) -> None:
+        """Keep a response that ended without an answer: it failed, or was cancelled."""
+        if error is None:
+            self.keep_pending("cancelled")
+        else:
+            self._keep(self.response_id, _encode(self._failed(error)))
+
+    def forget(self) -> None:
+        self._keep(self.response_id, None)
 
     def _write(self, text: str, reason: FinishReason | None, token_ids: Sequence[int]) -> bytes:
         """Return the events of what is certain by now; with a reason, all up to the end."""
@@ -160,14 +183,19 @@ class ResponseWriter:
         self._num_events += 1
         return named_event(kind, _encode({"type": kind, "sequence_number": number, **fields}))
 
-    def _finished(self, usage: Usage) -> tuple[str, bytes]:
+    def _finished(self, usage: Usage) -> tuple[Status, bytes]:
         """Return the status of the answer and the response, and keep it."""
-        status = "incomplete" if self._is_cut else "completed"
+        status: Status = "incomplete" if self._is_cut else "completed"
         body = _encode(self._response(status, usage=self._usage(usage)))
         self._keep(self._frame.answer_id, body)
         return status, body
 
-    def _response(self, status: str, *, usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _failed(self, error: ApiError) -> dict[str, Any]:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"  # OpenAI's codes
+        detail = {"code": code, "message": str(error)}
+        return {**self._response("failed", usage=None), "error": detail}
+
+    def _response(self, status: Status, *, usage: dict[str, Any] | None) -> dict[str, Any]:
         params = self._frame.params
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -176,7 +204,6 @@ class ResponseWriter:
             "created_at": self._created_at,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": reason,
             "model": self._frame.model,
