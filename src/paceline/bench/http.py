@@ -57,6 +57,8 @@ class Origin:
             port = parts.port
         except ValueError as error:
             raise ParameterError(f"{url!r} is no URL ({error}): write http://host:port") from None
+        if port == 0:
+            raise ParameterError(f"{url!r}: nobody listens on port 0, write http://host:port")
         if parts.query or parts.fragment or parts.username is not None:
             raise ParameterError(f"{url!r}: leave out what is not host, port and path")
         if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:

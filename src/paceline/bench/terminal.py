@@ -107,7 +107,8 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     )
     for error in stage["errors"][:5]:
         console.print(f"  {error['count']} x {error['what']}", style="red")
-    console.print(_latency_table(stage, has_sd=console.width >= _MIN_COLUMNS_FOR_SD))
+    if any(figures["count"] for figures in stage["latency_ms"].values()):
+        console.print(_latency_table(stage, has_sd=console.width >= _MIN_COLUMNS_FOR_SD))
     _print_rates(stage, console)
     if requests["checked"]:
         console.print(f"valid answers: {requests['valid']} of {requests['checked']}")
@@ -323,7 +324,9 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _print_search(search: dict[str, Any], console: Console) -> None:
     share = f"{100 * search['at_least']:g} %"
-    if search["rate"] is None:
+    if search["rate"] is None and search["held_not_at"] is None:
+        text = f"{search['target']}: the search ended before a rate was judged"
+    elif search["rate"] is None:
         text = f"{search['target']}: at no rate tried are {share} within the objective"
     else:
         above = search["held_not_at"]

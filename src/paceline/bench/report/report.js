@@ -110,6 +110,10 @@ function overview() {
   ].filter((column) => column[2]);
   table(box, columns.map((column) => column[0]), stages.map((stage) => columns.map((column) => column[1](stage))));
   result.searches.forEach((search) => {
+    if (search.rate === null && search.held_not_at === null) {
+      make("p", box, `${search.target}: the search ended before a rate was judged`);
+      return;
+    }
     const held = search.rate === null ? "no rate that was tried" : number(search.rate) + " requests/s";
     const edge = search.held_not_at === null ? "" : ` (not at ${number(search.held_not_at)})`;
     make("p", box, `${search.target}: at least ${100 * search.at_least} % within the objective up to ${held}${edge}`);
