@@ -122,15 +122,18 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     row = {"rate": 1.0, "metric": "ttft", "unit": "ms", "first": name, "other": "b",
            "first_median": 1.0, "other_median": 2.0, "verdict": name,
            "ratio": {"value": 0.5, "low": 0.4, "high": 0.6}}  # fmt: skip
+    none_held, nothing = {**search, "rate": None, "held_not_at": 2.0}, {**search, "rate": None}
     together = printed(
+        searches=[search, none_held, nothing],
         stages=[stage, {**stage, "target": "b"}], comparison=[row],
-        searches=[search, {**search, "rate": None}], knees={name: 1.0},
+        knees={name: 1.0},
     )  # fmt: skip
     for line in (
         f"\n{name} ",
         f"{name} is better",
         f"{name}: at least 90 %",
         f"{name}: at no rate tried",
+        f"{name}: the search ended before a rate was judged",
         f"{name} keeps up with 1",
         "0.50 [0.40, 0.60]",
     ):
