@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench_truth import Truth
+from bench_truth import RunTruth, TrueRequest, Truth, arrivals_of
 
 from paceline.bench.arrivals import Arrivals, Closed, Gamma
 from paceline.bench.load import Limits
@@ -78,7 +78,7 @@ def serve(script: Callable[[int], Script], pipe: Connection) -> None:
         pipe.send(server.url)
         pipe.recv()
         seen = [
-            (s.body["messages"][0]["content"], s.came_at, s.begun_at, s.written_at)
+            (s.body["messages"][0]["content"], s.came_at, s.begun_at, s.written_at, s.ended_at)
             for s in server.served
         ]
         pipe.send(seen if is_exact else [])
@@ -108,7 +108,8 @@ def run(
 
 
 def check_truth(log: Path) -> dict[str, Any]:
-    """Return the errors (ms) of TTFT, gaps and TPOT, and how exactly the server knows the truth."""
+    """Return the errors (ms) of TTFT, gaps and TPOT, how exactly the server knows the truth, and
+    which of the run's figures, means to maxima of TTFT, TPOT and E2E, are not true."""
     stage, served, epoch = run(random_script, Gamma(10.0), Limits(num_requests=200), log)
     lines = [json.loads(line) for line in log.read_text().splitlines()][:-1]
     served.sort(key=lambda item: item[1])
@@ -116,15 +117,25 @@ def check_truth(log: Path) -> dict[str, Any]:
     texts = {workload.conversation("0/[] round 0", i).turns[0].messages[0]["content"]: i
              for i in range(200)}  # fmt: skip
     by_id = {line["id"]: line for line in lines}
-    truth = Truth()
-    for number, (text, came_at, begun_at, written_at) in enumerate(served):
+    truth, requests = Truth(), []
+    for number, (text, came_at, begun_at, written_at, ended_at) in enumerate(served):
+        line = by_id[texts[text]]
         spans = [(begun_at[i], written_at[i]) for i in random_script(number).texts]
-        truth.add(by_id[texts[text]], spans, came_at=came_at, epoch=epoch)
+        truth.add(line, spans, came_at=came_at, epoch=epoch)
+        requests.append(TrueRequest(
+            line=line, texts=truth.writes_of(arrivals_of(line, epoch=epoch), spans),
+            end=(written_at[-1], ended_at), output_tokens=len(spans),
+        ))  # fmt: skip
     true_gaps = [
-        1e3 * (b - a) for *_, moments in served for a, b in itertools.pairwise(moments[1:-1])
+        1e3 * (b - a) for *_, moments, _ in served for a, b in itertools.pairwise(moments[1:-1])
     ]
+    num_tokens = sum(request.output_tokens for request in requests)
     return {
         **truth.report(),
+        "figures_wrong_by_more_than_1_ms_and_1_percent": RunTruth(requests, epoch=epoch).wrong(
+            stage["latency_ms"]
+        ),
+        "output_tokens": {"reported": stage["throughput"]["output_tokens"], "true": num_tokens},
         "itl_mean": {
             "reported": stage["latency_ms"]["itl"]["mean"]["value"],
             "true": statistics.mean(true_gaps),

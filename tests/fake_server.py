@@ -41,6 +41,7 @@ class Served:
     came_at: float
     begun_at: list[float] = field(default_factory=list)
     written_at: list[float] = field(default_factory=list)
+    ended_at: float | None = None  # after the last HTTP chunk, where there is one
     left_at: float | None = None
 
 
@@ -137,6 +138,7 @@ class FakeServer:
                 writer.transport.abort()
             elif script.end == "close":
                 writer.write(b"0\r\n\r\n")
+                served.ended_at = time.perf_counter()
                 await writer.drain()
         finally:
             gone.cancel()

@@ -4,8 +4,10 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -129,9 +131,11 @@ def test_met_01_every_way_of_telling_the_same_stream_gives_the_same_figures(tmp_
     assert stage["latency_ms"]["tpot"]["count"] == len(VARIANTS)
     assert stage["latency_ms"]["itl"]["count"] == 9 * len(VARIANTS)
     assert stage["requests"]["empty"] == 1
-    assert stage["tokens"] == {
-        "output_from": {"usage": len(names)}, "cached_input": 0, "unread_events": 0,
-    }  # fmt: skip
+    tokens = stage["tokens"]
+    assert tokens["output_from"] == {"usage": len(names)}
+    assert (tokens["cached_input"], tokens["unread_events"]) == (0, 0)
+    assert (tokens["input"]["min"], tokens["input"]["max"]) == (7, 7)
+    assert (tokens["output"]["min"], tokens["output"]["max"]) == (0, 20)
 
 
 GOOD = steady(ttft_ms=100, gap_ms=5, tokens=5)
@@ -170,6 +174,10 @@ def test_met_03_warm_up_failures_and_cut_requests_each_count_where_they_should(t
     tokens = 50 * 5 + 5 * 1 + 5 * 6  # of good, slow and cut ones, and the warm-up's late ones
     assert stage["throughput"]["output_tokens"] == pytest.approx(tokens, abs=5)
     assert stage["errors"][0] == {"what": "error: HTTP 500: planned", "count": 10}
+    owners = stage["throughput"]["output_tokens_of"]  # the report states which are counted
+    assert {name: owners[name] for name in ("ok", "cut")} == {"ok": 250, "cut": 5}
+    assert owners["warmup"] == pytest.approx(30, abs=5)
+    assert owners.keys() == {"ok", "cut", "warmup"}
 
 
 ENDINGS = {
@@ -374,6 +382,30 @@ def test_a_run_that_is_interrupted_before_its_first_answer_fails():
     assert process.returncode == 1
     assert b"interrupted before one complete answer" in err
     assert json.loads(out)["stages"][0]["requests"]["cut"] == 1
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_ctrl_c_ends_a_bench_whose_server_says_nothing_and_a_second_one_ends_any(num_signals):
+    """One, before anything was measured; two, while a request is open."""
+    with (
+        ExitStack() as stack,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        FakeServer(lambda *_: HANGING) as server,
+    ):
+        silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        url = silent_url if num_signals == 1 else server.url
+        command = [*PACELINE, "bench", "--target", url, "--duration", "60s", "--timeout", "60s"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        if num_signals == 1:
+            stack.enter_context(silent.accept()[0])
+        while num_signals == 2 and not server.served:
+            time.sleep(0.01)
+        for _ in range(num_signals):
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    # The second signal may come when the run has already ended, as the first one asked.
+    assert process.returncode == 130 or (num_signals == 2 and b"interrupted before one" in err)
+    assert b"Traceback" not in err
 
 
 @pytest.mark.parametrize(

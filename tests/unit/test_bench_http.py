@@ -1,6 +1,7 @@
 """The bench's HTTP client: when packets came, and how connections end."""
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -37,14 +38,20 @@ async def ask(url: str, answer: Answer, body: bytes = BODY) -> float:
         return await send(origin, request, answer)
 
 
-def serve_once(reply: bytes) -> str:
-    """Return the address of a server that writes `reply` whatever it is asked, and closes."""
+def serve_once(reply: bytes, *, then: bytes = b"") -> str:
+    """Return the address of a server that writes `reply` whatever it is asked, and closes.
+
+    With `then` it writes that until its reader leaves.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer() -> None:
         connection, _ = listener.accept()
         connection.recv(65536)
-        connection.sendall(reply)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(reply)
+            while then:
+                connection.sendall(then)
         connection.close()
         listener.close()
 
@@ -135,6 +142,20 @@ def test_a_body_without_a_length_ends_with_its_connection(run):
 def test_a_response_that_is_none_or_not_whole_is_a_broken_connection(run, reply, reason):
     with pytest.raises(ConnectionBrokenError, match=reason):
         run(ask(serve_once(reply), Answer(keeps_text=False)))
+
+
+def test_an_answer_that_wants_no_more_ends_its_request_while_the_server_still_writes(run):
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: "
+    answer = Answer(keeps_text=False)
+    run(ask(serve_once(head, then=b"x" * 65536), answer))
+    assert answer.error == "no answer: its event is longer than 4 MiB"
+
+
+@pytest.mark.parametrize("line", [b"X-%d: a\r\n" % 7 * 1000, b"x" * 65536])
+def test_a_head_without_an_end_breaks_the_connection(run, line):
+    endless = serve_once(b"HTTP/1.1 200 OK\r\nX-A: ", then=line)
+    with pytest.raises(ConnectionBrokenError, match="head is longer than 256 KiB"):
+        run(ask(endless, Answer(keeps_text=False)))
 
 
 def test_a_port_where_nobody_listens_cannot_be_connected_to(run):

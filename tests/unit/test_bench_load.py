@@ -3,19 +3,22 @@
 import asyncio
 import io
 import json
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from paceline.bench import load
 from paceline.bench.arrivals import Closed, build_arrivals
+from paceline.bench.engine_terminal import print_offline
 from paceline.bench.http import Origin
 from paceline.bench.load import Limits
 from paceline.bench.objective import Objectives, parse_objectives
 from paceline.bench.recorder import Window
 from paceline.bench.stage import Plan, Session
 from paceline.bench.target import Target
-from paceline.bench.terminal import print_offline, print_report, report_console
+from paceline.bench.terminal import print_report, report_console
 from paceline.bench.workloads import build_workload
 from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady, usage
 
@@ -119,15 +122,18 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     row = {"rate": 1.0, "metric": "ttft", "unit": "ms", "first": name, "other": "b",
            "first_median": 1.0, "other_median": 2.0, "verdict": name,
            "ratio": {"value": 0.5, "low": 0.4, "high": 0.6}}  # fmt: skip
+    none_held, nothing = {**search, "rate": None, "held_not_at": 2.0}, {**search, "rate": None}
     together = printed(
+        searches=[search, none_held, nothing],
         stages=[stage, {**stage, "target": "b"}], comparison=[row],
-        searches=[search, {**search, "rate": None}], knees={name: 1.0},
+        knees={name: 1.0},
     )  # fmt: skip
     for line in (
         f"\n{name} ",
         f"{name} is better",
         f"{name}: at least 90 %",
         f"{name}: at no rate tried",
+        f"{name}: the search ended before a rate was judged",
         f"{name} keeps up with 1",
         "0.50 [0.40, 0.60]",
     ):
@@ -239,3 +245,74 @@ def test_kinds_of_errors_beyond_the_tenth_are_summed():
         errors = asyncio.run(Session().run(plan, target, Closed(1))).summary["errors"]
     assert [error["count"] for error in errors] == [1] * 10 + [5]
     assert "5 other kinds" in errors[-1]["what"]
+
+
+def test_open_requests_are_counted_while_they_are_open():
+    stage = summary(Closed(3), Limits(num_requests=9), steady(ttft_ms=60, gap_ms=20, tokens=3))
+    assert stage["concurrency"]["peak"] == 3
+    assert 1 < stage["concurrency"]["mean"] <= 3
+    shown = printed(stages=[stage])
+    assert "requests open on average, 3 at most" in shown
+    assert "input 7.0 (7 to 7), output 3.0 (3 to 3)" in shown
+
+
+def test_the_report_says_whose_tokens_it_counts():
+    cut = steady(ttft_ms=10, gap_ms=10, tokens=1)
+    hanging = Script(cut.steps[:2], end="hang")
+    stage = summary(Closed(2), Limits(duration_s=0.5), hanging)
+    assert stage["throughput"]["output_tokens_of"] == {"cut": 2}
+    shown = printed(stages=[stage])
+    assert "counts 2 tokens that came in the window, among them 2 of requests that the" in shown
+
+
+def test_the_first_text_that_is_no_reasoning_has_a_row_where_answers_reason():
+    reasoning = Script(((10, delta(reasoning_content="hm")), (40, delta(content="a")),
+                        (40, FINISH + usage(7, 2) + DONE)))  # fmt: skip
+    stage = summary(Closed(1), Limits(num_requests=2), reasoning)
+    latency = stage["latency_ms"]
+    assert latency["ttfo"]["min"] > latency["ttft"]["max"]
+    assert "TTFO" in printed(stages=[stage])
+    assert "TTFO" not in printed(stages=[summary(Closed(1), Limits(num_requests=2))])
+
+
+@pytest.mark.parametrize("arrivals", [Closed(1), build_arrivals("constant", 20.0)])
+def test_an_event_loop_that_is_blocked_makes_the_client_the_bottleneck(arrivals):
+    """Whoever blocks it for 60 ms again and again is told of, and the figures are not trusted."""
+
+    def block(line: dict[str, Any]) -> None:
+        time.sleep(0.06)
+
+    stage = summary(arrivals, Limits(num_requests=20), write_line=block)
+    client = stage["client"]
+    assert client["is_bottleneck"]
+    assert client["loop_lag_ms"]["max"] > 30
+    assert any(reason.startswith("its event loop lagged by") for reason in client["reasons"])
+    assert "a: the client was the bottleneck" in printed(stages=[stage])
+
+
+def test_a_load_keeps_a_few_hundred_bytes_of_a_request_and_nothing_of_a_token(monkeypatch):
+    texts = delta(content="x" * 20)
+    peaks = []
+
+    async def answer_at_once(origin, request, answer) -> float:
+        answer.on_connected(now := time.perf_counter())
+        answer.on_head(200, {"content-type": "text/event-stream"}, now)
+        for number in range(num_texts):
+            answer.on_body(texts, now + 1e-6 * number)
+        answer.on_body(FINISH + usage(7, num_texts) + DONE, now + 1e-6 * num_texts)
+        await asyncio.sleep(0)
+        return now + 1e-6 * num_texts
+
+    monkeypatch.setattr(load, "send", answer_at_once)
+    target = Target(name="a", origin=Origin.parse("127.0.0.1:9"), model="fake")
+    for num_requests, num_texts in ((20, 100), (20, 2000), (300, 100)):
+        plan = Plan(workload=build_workload("synthetic:input=4"), objectives=Objectives({}),
+                    limits=Limits(num_requests=num_requests))  # fmt: skip
+        tracemalloc.start()
+        stage = asyncio.run(Session().run(plan, target, Closed(2))).summary
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert stage["throughput"]["output_tokens"] == pytest.approx(num_requests * num_texts)
+    few, long, many = peaks
+    assert long - few < 1_000_000  # of the answers that are open, and of the slowest ones' lines
+    assert (many - few) / 280 < 4_000

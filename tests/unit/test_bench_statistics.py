@@ -34,6 +34,15 @@ def test_nothing_is_averaged_from_nothing():
     assert Histogram().summary() == {"count": 0}
 
 
+def test_a_deviation_is_the_samples_and_unknown_of_one_value():
+    summary = summarise([2.0, 4.0, 9.0], 1e3)
+    assert (summary["std"], summary["min"]) == (pytest.approx(1e3 * math.sqrt(13)), 2000)
+    one = Histogram()
+    one.add(np.array([0.5]))
+    for alone in (summarise([0.5]), one.summary()):
+        assert (alone["std"], alone["min"], alone["p99"]["value"]) == (None, 0.5, 0.5)
+
+
 def test_values_that_are_missing_are_left_out():
     summary = summarise([1.0, math.nan, 3.0], 1e3)
     assert (summary["count"], summary["mean"]["value"], summary["max"]) == (2, 2000, 3000)
@@ -79,14 +88,18 @@ def test_a_ratio_is_the_geometric_mean_over_rounds():
 
 def test_a_histogram_agrees_with_the_exact_figures_within_half_a_percent():
     rng = random.Random(2)
-    histogram, values = Histogram(), []
-    for _ in range(300):
+    halves, values = (Histogram(), Histogram()), []
+    for number in range(300):
         request = [rng.lognormvariate(-4, 0.7) for _ in range(40)]
-        histogram.add(np.array(request))
+        halves[number % 2].add(np.array(request))
         values += request
+    histogram = Histogram()
+    for half in halves:
+        histogram.take(half)
     exact, binned = summarise(values, 1e3), histogram.summary(1e3)
     assert binned["count"] == exact["count"]
-    assert binned["max"] == exact["max"]
+    assert (binned["min"], binned["max"]) == (exact["min"], exact["max"])
+    assert binned["std"] == pytest.approx(exact["std"], rel=1e-9)
     assert binned["mean"]["value"] == pytest.approx(exact["mean"]["value"], rel=1e-9)
     for name in ("p50", "p90", "p95", "p99"):
         assert binned[name]["value"] == pytest.approx(exact[name]["value"], rel=0.005)

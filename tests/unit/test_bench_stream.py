@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 
 import pytest
 
@@ -326,3 +327,58 @@ def test_json_is_valid_by_its_schema_and_apart_from_the_reasoning():
     assert is_valid('{"city": "a", "day": "b", "people": 2}')
     for text in ("{}", '{"city": 1}', '```json\n{"a": 1}\n```', "", "[" * 100_000):
         assert not is_valid(text)
+
+
+def fed(answer: Answer, piece: bytes, *, most: int) -> int:
+    """Feed `piece` until the answer wants no more; return how often. It fails after `most`."""
+    for number in range(1, most + 1):
+        if not answer.on_body(piece, 0.1):
+            return number
+    pytest.fail(f"{most * len(piece)} bytes were taken")
+
+
+MIB = 1 << 20
+ENDLESS = {
+    "a stream of texts": ("text/event-stream", delta(content="x") * 800, "stream", 8),
+    "a stream of comments": ("text/event-stream", b": still here\n\n" * 5_000, "stream", 8),
+    "a line": ("text/event-stream", b"data: " + b"x" * MIB, "event", 4),
+    "an event of many lines": ("text/event-stream", b"data: x\n" * 6_000, "event", 4),
+    "an event of empty lines": ("text/event-stream", b"data:\n" * 6_000, "event", 4),
+    "a body": ("application/json", b'{"a": "' + b"x" * MIB, "body", 16),
+    "a body without a type": (None, b" " * MIB, "body", 16),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_answer_without_an_end_is_an_error_and_not_all_of_the_memory(name, monkeypatch):
+    monkeypatch.setattr("paceline.bench.answer._MAX_STREAM_BYTES", 8 * MIB)  # it is 256
+    kind, piece, what, limit = ENDLESS[name]
+    answer = Answer(keeps_text=False)
+    answer.on_head(200, {} if kind is None else {"content-type": kind}, 0.0)
+    tracemalloc.start()
+    fed(answer, piece, most=2 * limit * MIB // len(piece) + 1)
+    made = exchange(answer)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 80 * MIB
+    assert made.outcome == "error"
+    assert made.error == f"no answer: its {what} is longer than {limit} MiB"
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(500, "error"), (429, "refused")])
+def test_of_an_error_without_an_end_the_beginning_is_told(status, outcome):
+    answer = Answer(keeps_text=False)
+    answer.on_head(status, {"content-type": "application/json"}, 0.0)
+    assert fed(answer, b"x" * 65536, most=32) == 17
+    made = exchange(answer)
+    assert made.outcome == outcome
+    assert made.error.endswith("x" * 300)
+
+
+def test_a_server_timing_of_any_length_is_read_at_once_and_a_hundred_phases_are_kept():
+    answer = Answer(keeps_text=False)
+    answer.on_head(200, {"server-timing": "a" * 200_000}, 0.0)
+    names = ", ".join(f"p{i};dur=1" for i in range(500))
+    answer.on_head(200, {"server-timing": names}, 0.0)
+    answer.on_body(event(choices=[], timings={f"q{i}_ms": 1 for i in range(500)}), 0.1)
+    assert len(answer.phases) == 100

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from paceline.bench.http import Origin
 from paceline.bench.target import parse_target
+from paceline.bench.workloads import build_workload
 from paceline.cli.bench_offline import check_fits, read_counts, with_room
 from paceline.cli.bench_values import (
     check_outputs,
@@ -191,3 +192,60 @@ def test_an_arrival_beside_a_closed_loop_is_refused_also_where_it_is_the_default
     with pytest.raises(ParameterError, match="--concurrency is a closed loop"):
         read_loads(1, None, "poisson", None, find_rate=False)
     assert read_loads(3, None, None, None, find_rate=False)["loads"][0][1].concurrency == 3
+
+
+def test_options_that_are_there_and_say_nothing_are_refused_by_name():
+    for name in ("--serve", "--model", "--tokenizer", "--peer-model"):
+        refused = CliRunner().invoke(app, ["bench", "--target", "x", name, ""])
+        assert f"{name} is empty" in str(refused.exception)
+    with pytest.raises(ParameterError, match="--api-key is empty"):
+        read_headers("", [])
+
+
+@pytest.mark.parametrize("name", ["Host", "content-length", "Transfer-Encoding", "Connection"])
+def test_a_header_that_frames_the_request_is_refused_by_name(name):
+    with pytest.raises(ParameterError, match=f"--header {name} is set by the bench"):
+        read_headers(None, [f"{name}: 1"])
+
+
+def test_a_rate_that_no_client_can_make_and_one_that_comes_twice_are_refused():
+    for rate, arrival, sweep, what in (
+        ("1e7", None, None, "--rate is '1e7'"),
+        ("1", "ramp:to=1e7", None, "to is '1e7'"),
+        (None, None, "1,2,1.0", "--sweep names 1 twice"),
+    ):
+        with pytest.raises(ParameterError, match=what):
+            read_loads(None, rate, arrival, sweep, find_rate=False)
+
+
+def test_nobody_listens_on_port_0():
+    with pytest.raises(ParameterError, match="port 0"):
+        Origin.parse("127.0.0.1:0")
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ('{"at_s": 1}\n[1, 2]', "request 2: it is no object"),
+        ('{"at_s": 1}\n{"at_s": "soon"}', "request 2: could not convert"),
+        ('{"at_s": 1}\n{"at_s": 2, "input_length": -4}', "request 2: input_length is -4"),
+        ('{"at_s": 1, "input_length": 3}', "has requests without lengths"),
+    ],
+)
+def test_a_trace_that_cannot_be_played_is_refused_by_its_request(tmp_path, lines, what):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(lines)
+    with pytest.raises(ParameterError, match=what):
+        build_workload(f"trace:file={path}")
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [('"hi"', "no list of objects"), ('["hi"]', "no list of objects"),
+     ('[{"role": 5, "content": "x"}]', "a role is 5, no string")],
+)  # fmt: skip
+def test_a_conversation_that_is_none_is_refused_by_its_line(tmp_path, messages, what):
+    path = tmp_path / "talk.jsonl"
+    path.write_text(f'{{"messages": {messages}}}')
+    with pytest.raises(ParameterError, match=f"talk.jsonl:1 is no conversation .*{what}"):
+        build_workload(f"conversations:file={path}")

@@ -12,13 +12,19 @@ import msgspec
 from paceline.bench.sse import EventReader
 
 _decode = msgspec.json.decode
-_SERVER_TIMING = re.compile(r"([\w.-]+)[^,]*?;\s*dur=([\d.eE+-]+)")
+_FIRST_BYTE = re.compile(rb"\s{0,4096}+(\S)")
 _PHASE = re.compile(r"[\w.-]{1,60}")
 _UNITS = {"s": 1.0, "ms": 1e-3}
 _MAX_ERROR_CHARS = 300
 _MAX_SHOWN_CHARS = 60
+_MAX_PHASES = 100
 _MAX_TOKENS = 10**9  # of one answer; what is above is no count
 _MAX_SECONDS = 1e9
+# What is kept of a response is bounded, whatever a server sends.
+_MAX_STREAM_BYTES = 256 << 20
+_MAX_EVENT_BYTES = 4 << 20
+_MAX_WHOLE_BYTES = 16 << 20
+_MAX_ERROR_BYTES = 1 << 20  # an error beyond is read up to here
 
 
 class _ShapeError(Exception):
@@ -34,10 +40,10 @@ class Answer:
     """
 
     __slots__ = (
-        "_body", "_reader", "arrivals", "cached_tokens", "calls", "connected_at", "contents",
-        "error", "finish_reason", "first_byte_at", "headers", "input_tokens", "is_done",
-        "keeps_text", "num_choices", "num_text_events", "num_unread", "output_tokens",
-        "phases", "status", "texts",
+        "_body", "_num_bytes", "_reader", "arrivals", "cached_tokens", "calls", "connected_at",
+        "content_at", "contents", "error", "finish_reason", "first_byte_at", "headers",
+        "input_tokens", "is_done", "keeps_text", "num_choices", "num_text_events", "num_unread",
+        "output_tokens", "phases", "status", "texts",
     )  # fmt: skip
 
     def __init__(self, *, keeps_text: bool) -> None:
@@ -47,6 +53,7 @@ class Answer:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.arrivals = array("d")
+        self.content_at: float | None = None  # the first text that is no reasoning
         self.num_choices = 0
         self.num_text_events = 0
         self.num_unread = 0
@@ -61,7 +68,8 @@ class Answer:
         self.is_done = False
         self.phases: dict[str, float] = {}
         self._reader: EventReader | None = None
-        self._body: list[bytes] = []
+        self._body = bytearray()
+        self._num_bytes = 0
 
     @property
     def text(self) -> str:
@@ -79,43 +87,64 @@ class Answer:
         self.status = status
         self.headers = headers
         self.first_byte_at = now
-        for name, duration in _SERVER_TIMING.findall(headers.get("server-timing", "")):
-            with suppress(ValueError):  # it is no number: nothing is known of that phase
-                if 0 <= (seconds := float(duration) / 1e3) < _MAX_SECONDS:
-                    self.phases[name] = seconds
+        for metric in headers.get("server-timing", "").split(","):
+            name, *parameters = (part.strip() for part in metric.split(";"))
+            for parameter in parameters:
+                if parameter.startswith("dur="):
+                    with suppress(ValueError):  # it is no number: nothing is known of that phase
+                        self._add_phase(name, float(parameter[4:]) / 1e3)
         if status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
             self._reader = EventReader()
 
-    def on_body(self, data: bytes, now: float) -> None:
+    def on_body(self, data: bytes, now: float) -> bool:
+        self._num_bytes += len(data)
         if self._reader is None:
-            self._body.append(data)
+            self._body += data
             if not self._is_untyped_stream():
-                return
-            self._reader, data = EventReader(), b"".join(self._body)
+                return self._has_room()
+            self._reader, data = EventReader(), bytes(self._body)
             self._body.clear()
         for payload in self._reader.feed(data):
             self._on_event(payload, now)
+        return self._has_room()
+
+    def _has_room(self) -> bool:
+        """True while the response is no longer than any answer; else it is an error."""
+        if self._reader is None and self.status != 200:
+            return self._num_bytes <= _MAX_ERROR_BYTES
+        if self._reader is None:
+            what, size, limit = "body", self._num_bytes, _MAX_WHOLE_BYTES
+        elif self._reader.num_held > _MAX_EVENT_BYTES:
+            what, size, limit = "event", self._reader.num_held, _MAX_EVENT_BYTES
+        else:
+            what, size, limit = "stream", self._num_bytes, _MAX_STREAM_BYTES
+        if size <= limit:
+            return True
+        self.error = self.error or f"no answer: its {what} is longer than {limit >> 20} MiB"
+        self._reader = None
+        self._body.clear()
+        return False
 
     def _is_untyped_stream(self) -> bool:
         """True where a 200 has no Content-Type and does not begin as a JSON object does."""
         if self.status != 200 or self.headers.get("content-type"):
             return False
-        begin = b"".join(self._body).lstrip()
-        return bool(begin) and not begin.startswith(b"{")
+        begin = _FIRST_BYTE.match(self._body)
+        return begin is not None and begin[1] != b"{"
 
     def finish(self, now: float) -> None:
         """Read what is left once the response is complete."""
         if self._reader is not None:
             for payload in self._reader.finish():
                 self._on_event(payload, now)
-        elif self._body or self.status == 200:
-            body = b"".join(self._body)
+        elif self._body or (self.status == 200 and self.error is None):
+            body = bytes(self._body)
             self._body.clear()
             self._on_whole(body, now)
 
     def _on_whole(self, body: bytes, now: float) -> None:
         """A response that is no stream: an error, or a server that ignores `stream`."""
-        content = _read(body)
+        content = read_json(body)
         if self.status != 200 or not isinstance(content, dict) or "error" in content:
             shown = printable(body[:_MAX_ERROR_CHARS].decode("utf-8", "replace"))
             self.error = error_text(content) or shown or "no answer: no body"
@@ -127,7 +156,7 @@ class Answer:
         if payload.strip() == b"[DONE]":
             self.is_done = True
             return
-        event = _read(payload)
+        event = read_json(payload)
         if not isinstance(event, dict):
             self.num_unread += 1
         elif event.get("error"):
@@ -149,8 +178,10 @@ class Answer:
     def _on_choice(self, choice: dict[str, Any], now: float) -> None:
         name = "delta" if choice.get("delta") else "message"
         delta = _fields(choice, name)
-        text = self._delta_text(delta) if delta else _string(choice, "text")
-        if text:
+        thoughts, rest = self._delta_texts(delta) if delta else ("", _string(choice, "text"))
+        if rest and self.content_at is None:
+            self.content_at = now
+        if text := thoughts + rest:
             self.num_text_events += 1
             if not self.arrivals or self.arrivals[-1] != now:
                 self.arrivals.append(now)
@@ -159,13 +190,11 @@ class Answer:
         if reason := choice.get("finish_reason"):
             self.finish_reason = printable(str(reason)[:_MAX_ERROR_CHARS])
 
-    def _delta_text(self, delta: dict[str, Any]) -> str:
+    def _delta_texts(self, delta: dict[str, Any]) -> tuple[str, str]:
+        """Return the reasoning in a delta, and its content and calls."""
         text = as_text(delta.get("content"))
         if self.keeps_text and text:
             self.contents.append(text)
-        thoughts = delta.get("reasoning_content") or delta.get("reasoning")
-        if thoughts:
-            text = as_text(thoughts) + text
         for number, call in enumerate(_items(delta, "tool_calls")):
             function = _fields(call, "function")
             parts = _string(function, "name"), _string(function, "arguments")
@@ -174,7 +203,7 @@ class Answer:
                 index = call.get("index")
                 kept = self.calls.setdefault(index if type(index) is int else number, ["", ""])
                 kept[:] = [before + part for before, part in zip(kept, parts, strict=True)]
-        return text
+        return as_text(delta.get("reasoning_content") or delta.get("reasoning")), text
 
     def _on_usage(self, usage: dict[str, Any]) -> None:
         self.input_tokens = _count(usage, "prompt_tokens", self.input_tokens)
@@ -197,12 +226,16 @@ class Answer:
             if isinstance(value, dict):
                 self._take_phases(value, "" if label == "parts" else f"{prefix}{label}.", own)
             elif own and isinstance(value, int | float) and not isinstance(value, bool):
-                seconds = value * _UNITS[own]
-                if 0 <= seconds <= _MAX_SECONDS and _PHASE.fullmatch(label):
-                    self.phases[prefix + label] = seconds
+                self._add_phase(prefix + label, value * _UNITS[own])
+
+    def _add_phase(self, name: str, seconds: float) -> None:
+        """Keep a phase whose name and duration can be shown, the first hundred."""
+        is_room = name in self.phases or len(self.phases) < _MAX_PHASES
+        if is_room and 0 <= seconds <= _MAX_SECONDS and _PHASE.fullmatch(name):
+            self.phases[name] = seconds
 
 
-def _read(data: bytes) -> Any:
+def read_json(data: bytes) -> Any:
     """Return the JSON in `data`, None where there is none that can be read."""
     try:
         return _decode(data)

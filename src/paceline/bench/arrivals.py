@@ -16,6 +16,7 @@ from paceline.errors import ParameterError
 
 ARRIVALS = ("poisson", "gamma:shape=K", "constant", "ramp:to=R,over=60s", "replay:file=F", "burst")
 
+_MAX_RATE = 1_000_000.0  # requests a second: more than a client can make
 _MIN_SHAPE, _MAX_SHAPE = 1e-3, 1e6  # beyond, gaps are 0 or all alike: burst, constant
 
 
@@ -109,6 +110,14 @@ class Burst:
         return itertools.repeat(0.0)
 
 
+def parse_rate(text: str, what: str) -> float:
+    """Return requests a second; `what` names the option in the error."""
+    rate = parse_positive(text, what)
+    if rate > _MAX_RATE:
+        raise ParameterError(f"{what} is {text!r}: it must be at most {_MAX_RATE:,.0f} a second")
+    return rate
+
+
 def build_arrivals(spec: str, rate: float | None) -> Arrivals:
     """Return the arrivals of `spec` at `rate` requests a second. Raises ParameterError."""
     options = SpecOptions(spec)
@@ -130,7 +139,7 @@ def _build(options: SpecOptions, rate: float | None) -> Arrivals:
     if rate is None:
         raise ParameterError(f"--arrival {options.name} needs --rate, in requests a second")
     if options.name == "ramp":
-        end = parse_positive(options.required("to", "RATE"), "to")
+        end = parse_rate(options.required("to", "RATE"), "to")
         over_s = parse_span(options.text("over", "60s") or "60s", "over")
         return Ramp(rate, end, over_s)
     if options.name == "constant":

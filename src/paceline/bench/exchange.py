@@ -90,6 +90,12 @@ class Exchange:
         return arrivals[0] - self.scheduled_at if arrivals else math.nan
 
     @property
+    def ttfo_s(self) -> float:
+        """Seconds to the first text that is no reasoning."""
+        content_at = self.answer.content_at
+        return math.nan if content_at is None else content_at - self.scheduled_at
+
+    @property
     def e2e_s(self) -> float:
         return self.ended_at - self.scheduled_at
 

@@ -17,7 +17,7 @@ _NUM_GROUPS = 20
 
 
 class Histogram:
-    """Durations in buckets of equal ratio, up to four hours; mean and maximum are exact.
+    """Durations in buckets of equal ratio, up to four hours; mean, deviation and ends are exact.
 
     Values of one request are alike, so an interval that took each as independent would be far
     too narrow. Requests are dealt to 20 groups, and the spread is that of the figures with one
@@ -27,6 +27,8 @@ class Histogram:
     def __init__(self) -> None:
         self._counts = np.zeros((_NUM_GROUPS, _NUM_BUCKETS), dtype=np.int64)
         self._sums = np.zeros(_NUM_GROUPS)
+        self._squares = 0.0  # of the distances from the mean, summed
+        self._min = math.inf
         self._max = 0.0
         self._next_group = 0
 
@@ -34,18 +36,30 @@ class Histogram:
         """Add the durations (seconds) of one request."""
         if values.size == 0:
             return
+        mean = float(values.mean())
+        self._join(values.size, mean, float(((values - mean) ** 2).sum()))
         group = self._next_group
         self._next_group = (group + 1) % _NUM_GROUPS
         idx = np.log(np.maximum(values, _LOWEST_S) / _LOWEST_S) / _LOG_GROWTH
         np.add.at(self._counts[group], np.minimum(idx.astype(np.int64), _NUM_BUCKETS - 1), 1)
         self._sums[group] += float(values.sum())
+        self._min = min(self._min, float(values.min()))
         self._max = max(self._max, float(values.max()))
 
     def take(self, other: Histogram) -> None:
         """Add all that `other` holds."""
+        if other.count:
+            self._join(other.count, float(other._sums.sum()) / other.count, other._squares)
         self._counts += other._counts
         self._sums += other._sums
+        self._min = min(self._min, other._min)
         self._max = max(self._max, other._max)
+
+    def _join(self, count: int, mean: float, squares: float) -> None:
+        """Add `squares` of `count` values that are not in the sums yet (Chan 1983, eq. 1.5)."""
+        before = self.count
+        apart = mean - float(self._sums.sum()) / before if before else 0.0
+        self._squares += squares + apart**2 * before * count / (before + count)
 
     @property
     def count(self) -> int:
@@ -64,6 +78,8 @@ class Histogram:
             if 0 < counts[g] < total
         ]
         summary["mean"] = _jackknife(float(sums.sum()) / total, left).as_dict(scale)
+        summary["std"] = math.sqrt(self._squares / (total - 1)) * scale if total > 1 else None
+        summary["min"] = self._min * scale
         whole = self._counts.sum(axis=0)
         for name, q in QUANTILES.items():
             left = [
@@ -88,8 +104,9 @@ class Histogram:
     def _quantile(self, counts: np.ndarray[Any, Any], q: float) -> float:
         below = np.cumsum(counts)
         idx = int(np.searchsorted(below, q * below[-1], side="left"))
-        # The middle of the bucket on the log scale; never beyond the exact maximum.
-        return min(_LOWEST_S * math.exp((idx + 0.5) * _LOG_GROWTH), self._max)
+        # The middle of the bucket on the log scale; never beyond the exact ends.
+        middle = _LOWEST_S * math.exp((idx + 0.5) * _LOG_GROWTH)
+        return max(self._min, min(middle, self._max))
 
 
 def _jackknife(value: float, left_out: list[float]) -> Figure:

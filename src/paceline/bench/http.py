@@ -20,6 +20,8 @@ import httptools
 from paceline.bench.packets import PacketConnection
 from paceline.errors import ParameterError
 
+_MAX_HEAD_BYTES = 256 << 10
+
 
 class ConnectionBrokenError(Exception):
     """The connection failed or ended before the response was complete."""
@@ -32,7 +34,8 @@ class Sink(Protocol):
 
     def on_head(self, status: int, headers: dict[str, str], now: float) -> None: ...
 
-    def on_body(self, data: bytes, now: float) -> None: ...
+    def on_body(self, data: bytes, now: float) -> bool:
+        """Return False where nothing more is to be read: the response ends here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Origin:
             port = parts.port
         except ValueError as error:
             raise ParameterError(f"{url!r} is no URL ({error}): write http://host:port") from None
+        if port == 0:
+            raise ParameterError(f"{url!r}: nobody listens on port 0, write http://host:port")
         if parts.query or parts.fragment or parts.username is not None:
             raise ParameterError(f"{url!r}: leave out what is not host, port and path")
         if not parts.path.isascii() or not parts.path.isprintable() or " " in parts.path:
@@ -162,6 +167,7 @@ class _Exchange:
         self._sink = sink
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
+        self._num_head_bytes = 0
         self._now = 0.0
         self._status = 0
 
@@ -172,10 +178,13 @@ class _Exchange:
         self._now = now
         if self._parser is None:
             return
+        self._num_head_bytes += 0 if self._status else len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"the response is no HTTP: {error}")
+        if not self._status and self._num_head_bytes > _MAX_HEAD_BYTES:
+            self._fail(f"the response's head is longer than {_MAX_HEAD_BYTES >> 10} KiB")
         if self.done.done():
             self._parser = None  # it holds this object: a cycle that would keep answers for long
 
@@ -198,7 +207,8 @@ class _Exchange:
         self._sink.on_head(self._status, self._headers, self._now)
 
     def on_body(self, data: bytes) -> None:
-        self._sink.on_body(data, self._now)
+        if not self.done.done() and not self._sink.on_body(data, self._now):
+            self.on_message_complete()
 
     def on_message_complete(self) -> None:
         if not self.done.done():

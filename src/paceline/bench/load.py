@@ -290,6 +290,7 @@ class Load:
         request = self._target.request(exchange.turn, messages)
         exchange.sent_at = time.perf_counter()
         self.num_open += 1
+        self.recorder.note_open(self.num_open, exchange.sent_at)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 ended_at = await send(self._target.origin, request, exchange.answer)
@@ -303,6 +304,7 @@ class Load:
             exchange.close(time.perf_counter(), "cut")
             raise
         finally:
+            self.recorder.note_open(self.num_open, exchange.ended_at)
             self.num_open -= 1
             self.recorder.add(exchange)
 

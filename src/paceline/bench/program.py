@@ -63,7 +63,10 @@ def run_program(
     log: Path | None = None,
     on_progress: Callable[[Load, dict[str, Any]], None] | None = None,
 ) -> Result:
-    """Run it all. Ctrl-C ends the run and reports what there is; a second one ends the process."""
+    """Run it all. Ctrl-C ends the run and reports what there is.
+
+    A second one, or one before the first load began, raises KeyboardInterrupt.
+    """
     _allow_many_files()
     with contextlib.ExitStack() as stack:
         lines = None if log is None else _Log(log)
@@ -72,7 +75,10 @@ def run_program(
         write_line = None if lines is None else lines.write
         session = Session(write_line=write_line, on_progress=on_progress)
         runner = stack.enter_context(asyncio.Runner(loop_factory=_new_loop))
-        result = runner.run(_run(program, session))
+        try:
+            result = runner.run(_run(program, session))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         if lines is None:
             return result
         lines.write({"type": "summary", **result.document})
@@ -154,7 +160,7 @@ def _handle_interrupts(session: Session) -> None:
     assert main is not None
 
     def on_interrupt() -> None:
-        if session.is_interrupted:
+        if session.is_interrupted or not session.has_begun:
             main.cancel()
         session.interrupt()
 

@@ -1,4 +1,4 @@
-"""Recorder: what is kept of each exchange. About 100 bytes a request, none a token."""
+"""Recorder: what is kept of each exchange. About 110 bytes a request, none a token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LineWriter = Callable[[dict[str, Any]], None]
 _OUTCOME_NAMES = list(OUTCOMES)
 NUM_WORST = 12
 _MAX_ERRORS = 1000
-_LATENCIES = ("ttft", "tpot", "e2e", "lag", "connect")
+_LATENCIES = ("ttft", "ttfo", "tpot", "e2e", "lag", "connect")
+_FIGURES = (*_LATENCIES, "input_tokens", "output_tokens")
+_MAX_PHASES = 200
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Columns:
     outcome: array[int] = field(default_factory=lambda: array("B"))
     met: array[int] = field(default_factory=lambda: array("b"))  # 1, 0, or -1: not judged
     values: dict[str, array[float]] = field(
-        default_factory=lambda: {name: array("d") for name in _LATENCIES}
+        default_factory=lambda: {name: array("d") for name in _FIGURES}
     )
     gaps: Histogram = field(default_factory=Histogram)
     phases: dict[str, array[float]] = field(default_factory=lambda: defaultdict(lambda: array("d")))
@@ -100,7 +102,8 @@ class Recorder:
         self.input_tokens = 0.0  # of requests whose first text came inside the window
         self.num_inputs_known = 0
         self.num_inputs_unknown = 0  # neither usage nor a tokenizer told their tokens
-        self.output_tokens = 0.0  # by arrival inside the window
+        # By arrival inside the window: how the request ended, or "warmup" -> output tokens.
+        self.tokens_of: defaultdict[str, float] = defaultdict(float)
         self._usage_tokens = 0  # of answers with usage,
         self._usage_events = 0  # and the text events that brought them
         self.num_completed = 0  # ended well inside the window
@@ -112,6 +115,8 @@ class Recorder:
         self.errors: Counter[str] = Counter()
         self.tokens_by_second: defaultdict[int, float] = defaultdict(float)
         self.open_changes: defaultdict[int, int] = defaultdict(int)
+        self.open_s = 0.0  # that requests were open inside the window, summed
+        self.peak_open = 0
         self.worst: list[tuple[float, int, dict[str, Any]]] = []
         self._count = count_tokens
         self._write_line = write_line
@@ -123,6 +128,26 @@ class Recorder:
         for columns in self.classes.values():
             joined.take(columns)
         return joined
+
+    @property
+    def output_tokens(self) -> float:
+        return sum(self.tokens_of.values())
+
+    def note_open(self, num_open: int, now: float) -> None:
+        """Take note of how many requests are open now."""
+        if self.window.start <= now <= self.window.end:
+            self.peak_open = max(self.peak_open, num_open)
+
+    @property
+    def peak_tokens_per_s(self) -> float | None:
+        """Most output tokens of a second that began in the window; None for windows below 1 s.
+
+        Seconds are those since the run's begin.
+        """
+        if self.window.duration_s < 1:
+            return None
+        start, end = self.window.start - self.epoch, self.window.end - self.epoch
+        return max((n for s, n in self.tokens_by_second.items() if start <= s < end), default=0.0)
 
     @property
     def num_missed(self) -> int:
@@ -154,7 +179,7 @@ class Recorder:
             what = f"{exchange.outcome}: {exchange.error}"
             is_full = len(self.errors) >= _MAX_ERRORS and what not in self.errors
             self.errors[f"{exchange.outcome}: others" if is_full else what] += 1
-        self._add_to_class(exchange, tokens, verdict, gaps)
+        self._add_to_class(exchange, tokens, num_input, verdict, gaps)
         self._keep_if_worst(exchange, line)
 
     def _verdict(self, exchange: Exchange, tokens: int, gaps: np.ndarray[Any, Any]) -> Verdict:
@@ -189,10 +214,13 @@ class Recorder:
         arrivals, window = np.asarray(exchange.answer.arrivals), self.window
         self.open_changes[math.floor(exchange.sent_at - self.epoch)] += 1
         self.open_changes[math.ceil(exchange.ended_at - self.epoch)] -= 1
+        opened, ended = max(exchange.sent_at, window.start), min(exchange.ended_at, window.end)
+        self.open_s += max(0.0, ended - opened)
         if not arrivals.size:
             return
         weight = tokens / arrivals.size
-        self.output_tokens += weight * window.count(arrivals)
+        owner = "warmup" if exchange.is_warmup else exchange.outcome
+        self.tokens_of[owner] += weight * window.count(arrivals)
         seconds, counts = np.unique((arrivals - self.epoch).astype(np.int64), return_counts=True)
         for second, count in zip(seconds.tolist(), counts.tolist(), strict=True):
             self.tokens_by_second[second] += weight * count
@@ -202,7 +230,12 @@ class Recorder:
             self.num_inputs_unknown += num_input is None
 
     def _add_to_class(
-        self, exchange: Exchange, tokens: int, verdict: Verdict, gaps: np.ndarray[Any, Any]
+        self,
+        exchange: Exchange,
+        tokens: int,
+        num_input: int | None,
+        verdict: Verdict,
+        gaps: np.ndarray[Any, Any],
     ) -> None:
         columns = self.classes.setdefault(exchange.kind, Columns())
         columns.at.append(exchange.scheduled_at - self.epoch)
@@ -210,10 +243,13 @@ class Recorder:
         columns.met.append(-1 if verdict is None else int(verdict))
         for name, value in (
             ("ttft", exchange.ttft_s),
+            ("ttfo", exchange.ttfo_s),
             ("tpot", exchange.tpot_s(tokens)),
             ("e2e", exchange.e2e_s),
             ("lag", exchange.lag_s),
             ("connect", exchange.connect_s),
+            ("input_tokens", math.nan if num_input is None else num_input),
+            ("output_tokens", tokens),
         ):
             columns.values[name].append(value)
         if exchange.outcome != "ok":
@@ -221,7 +257,8 @@ class Recorder:
         columns.gaps.add(gaps)
         columns.num_empty += not exchange.answer.arrivals
         for name, seconds in exchange.answer.phases.items():
-            columns.phases[name].append(seconds)
+            if name in columns.phases or len(columns.phases) < _MAX_PHASES:
+                columns.phases[name].append(seconds)
         if (is_valid := exchange.is_valid()) is not None:
             columns.num_checked += 1
             columns.num_valid += is_valid
@@ -264,6 +301,7 @@ class Recorder:
             "lag_ms": _ms(exchange.lag_s),
             "connect_ms": _ms(exchange.connect_s),
             "ttft_ms": _ms(exchange.ttft_s),
+            "ttfo_ms": _ms(exchange.ttfo_s),
             "tpot_ms": _ms(exchange.tpot_s(tokens)),
             "e2e_ms": _ms(exchange.e2e_s),
             "gaps_ms": np.round(gaps * 1e3, 3).tolist(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # a stream may begin with one
+_LINE_BYTES = 64  # that a line takes beside its text
 
 
 class EventReader:
@@ -16,7 +17,13 @@ class EventReader:
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._num_data_bytes = 0
         self._is_at_start = True
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of the event that is not complete yet."""
+        return len(self._rest) + self._num_data_bytes
 
     def feed(self, packet: bytes) -> list[bytes]:
         """Return the payloads of the events that `packet` completes."""
@@ -45,9 +52,14 @@ class EventReader:
         if self._is_at_start:
             line, self._is_at_start = line.removeprefix(_BYTE_ORDER_MARK), False
         if line.startswith(b"data:"):
-            self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            self._add(line[6:] if line[5:6] == b" " else line[5:])
         elif line.startswith(b"error:"):
-            self._data.append(b'{"error":' + line[6:] + b"}")
+            self._add(b'{"error":' + line[6:] + b"}")
         elif not line and self._data:
             payloads.append(b"\n".join(self._data))
             self._data.clear()
+            self._num_data_bytes = 0
+
+    def _add(self, data: bytes) -> None:
+        self._data.append(data)
+        self._num_data_bytes += len(data) + _LINE_BYTES

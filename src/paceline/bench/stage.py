@@ -52,6 +52,7 @@ class Session:
         on_progress: Callable[[Load, dict[str, Any]], None] | None = None,
     ) -> None:
         self.is_interrupted = False
+        self.has_begun = False
         self._write_line = write_line
         self._on_progress = on_progress
         self._load: Load | None = None
@@ -72,6 +73,7 @@ class Session:
         max_missed: int | None = None,
     ) -> StageResult:
         """Return the result of one load. More than `max_missed` misses end it: the case is lost."""
+        self.has_begun = True
         shown = {"target": target.name, **(labels or {})}
         recorder = Recorder(
             plan.objectives,

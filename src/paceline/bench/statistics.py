@@ -109,9 +109,11 @@ def ratio_figure(pairs: Sequence[tuple[float, float]]) -> Figure | None:
 
 
 def summarise(values: Sequence[float] | np.ndarray[Any, Any], scale: float = 1.0) -> dict[str, Any]:
-    """Return count, mean, quantiles and maximum of the values that are numbers, times `scale`.
+    """Return count, mean, deviation, ends and quantiles of the values that are numbers, times
+    `scale`.
 
-    Without any, only the count: nothing is averaged from nothing.
+    `std` is the sample's, None of one value. Without any, only the count: nothing is averaged from
+    nothing.
     """
     sample = np.asarray(values, dtype=np.float64)
     sample = np.sort(sample[np.isfinite(sample)])
@@ -119,6 +121,8 @@ def summarise(values: Sequence[float] | np.ndarray[Any, Any], scale: float = 1.0
         return {"count": 0}
     summary: dict[str, Any] = {"count": int(sample.size)}
     summary["mean"] = mean_figure(sample).as_dict(scale)
+    summary["std"] = float(sample.std(ddof=1)) * scale if sample.size > 1 else None
+    summary["min"] = float(sample[0]) * scale
     for name, q in QUANTILES.items():
         summary[name] = quantile_figure(sample, q).as_dict(scale)
     summary["max"] = float(sample[-1]) * scale

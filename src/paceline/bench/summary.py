@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paceline.bench.exchange import OUTCOMES
 from paceline.bench.probe import Probe
 from paceline.bench.recorder import Columns, Recorder
@@ -13,6 +15,7 @@ from paceline.bench.statistics import share_figure, summarise
 
 _MS = 1e3
 _MAX_ERRORS = 10
+Column = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
     """Return the summary of a run that has ended."""
     together = recorder.together()
     duration_s = recorder.window.duration_s
-    throughput = _throughput(recorder, duration_s)
+    throughput = _throughput(recorder, together, duration_s)
     num_unsent = recorder.num_unsent
     num_due = len(together.outcome) + num_unsent
     return {
@@ -54,7 +57,13 @@ def summarise_run(recorder: Recorder, probe: Probe, price: Price) -> dict[str, A
         "latency_ms": _latency(together),
         "server_ms": _phases(together),
         "throughput": throughput,
+        "concurrency": {
+            "mean": recorder.open_s / duration_s if duration_s else 0.0,
+            "peak": recorder.peak_open,
+        },
         "tokens": {
+            "input": summarise(together.of("input_tokens")),
+            "output": summarise(together.of("output_tokens")),
             "output_from": dict(recorder.token_sources),
             "cached_input": recorder.cached_tokens,
             "unread_events": recorder.num_unread,
@@ -97,18 +106,32 @@ def _requests(columns: Columns) -> dict[str, int]:
 
 def _latency(columns: Columns) -> dict[str, Any]:
     """Figures of complete answers alone: failures are counted, not timed."""
-    figures = {
-        name: summarise(columns.of(name), _MS) for name in ("ttft", "tpot", "e2e", "connect")
+    names = ("ttft", "ttfo", "tpot", "e2e", "connect")
+    figures = {name: summarise(columns.of(name), _MS) for name in names}
+    return {
+        **figures,
+        "e2e_per_token": summarise(_quotients(columns.of("e2e"), columns.of("output_tokens")), _MS),
+        "itl": columns.gaps.summary(_MS),
     }
-    return {**figures, "itl": columns.gaps.summary(_MS)}
+
+
+def _quotients(above: Column, below: Column) -> Column:
+    """Return above / below, NaN where that is no number above 0."""
+    quotients: Column = np.full(above.shape, np.nan)
+    np.divide(above, below, out=quotients, where=below > 0)
+    return quotients
 
 
 def _phases(columns: Columns) -> dict[str, Any]:
     return {name: summarise(values, _MS) for name, values in sorted(columns.phases.items())}
 
 
-def _throughput(recorder: Recorder, duration_s: float) -> dict[str, Any]:
-    """Rates in the window; those of the input are None where no request's is known."""
+def _throughput(recorder: Recorder, together: Columns, duration_s: float) -> dict[str, Any]:
+    """Rates in the window; those of the input are None where no request's is known.
+
+    `user_tokens_per_s` is what one reader gets after the first text, by request: 1 / TPOT.
+    """
+    tpot = together.of("tpot")
     seconds = duration_s or 1.0
     num_input: float | None = recorder.input_tokens
     if recorder.num_inputs_unknown and not recorder.num_inputs_known:
@@ -118,9 +141,12 @@ def _throughput(recorder: Recorder, duration_s: float) -> dict[str, Any]:
         "requests_per_s": recorder.num_completed / seconds,
         "input_tokens_per_s": None if num_input is None else num_input / seconds,
         "output_tokens_per_s": recorder.output_tokens / seconds,
+        "peak_output_tokens_per_s": recorder.peak_tokens_per_s,
+        "user_tokens_per_s": summarise(_quotients(np.ones_like(tpot), tpot)),
         "total_tokens_per_s": None if total is None else total / seconds,
         "input_tokens": num_input,
         "output_tokens": recorder.output_tokens,
+        "output_tokens_of": {name: num for name, num in recorder.tokens_of.items() if num},
     }
 
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from paceline.bench.answer import as_text, error_text
+from paceline.bench.answer import as_text, error_text, read_json
 from paceline.bench.conversation import Message, Turn
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
 from paceline.errors import PacelineError, ParameterError
@@ -18,6 +18,7 @@ from paceline.errors import PacelineError, ParameterError
 Endpoint = Literal["chat", "completions"]
 ROUTES: dict[Endpoint, str] = {"chat": "/chat/completions", "completions": "/completions"}
 _PROBE_TIMEOUT_S = 10.0
+_MAX_BODY_BYTES = 16 << 20
 _encode = msgspec.json.Encoder().encode
 
 
@@ -94,10 +95,7 @@ async def get_json(origin: Origin, route: str, headers: Mapping[str, str]) -> An
             f"{origin.url} does not answer ({str(error) or 'timed out'}): start the server, or "
             "check the address"
         ) from None
-    try:
-        content = msgspec.json.decode(b"".join(answer.parts))
-    except msgspec.DecodeError:
-        content = None
+    content = read_json(b"".join(answer.parts))
     if answer.status != 200 or content is None:
         raise TargetError(
             f"{origin.url}{route} answers {answer.status} "
@@ -113,6 +111,7 @@ class _Body:
     def __init__(self) -> None:
         self.status = 0
         self.parts: list[bytes] = []
+        self._num_bytes = 0
 
     def on_connected(self, now: float) -> None:
         pass
@@ -120,5 +119,7 @@ class _Body:
     def on_head(self, status: int, headers: dict[str, str], now: float) -> None:
         self.status = status
 
-    def on_body(self, data: bytes, now: float) -> None:
+    def on_body(self, data: bytes, now: float) -> bool:
         self.parts.append(data)
+        self._num_bytes += len(data)
+        return self._num_bytes <= _MAX_BODY_BYTES  # what is cut is no JSON

@@ -6,8 +6,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Any
 
@@ -18,8 +17,12 @@ from paceline.bench.exchange import OUTCOMES
 from paceline.bench.load import Load
 from paceline.bench.units import format_ms
 
-_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
+_LATENCIES = {"ttft": "TTFT", "ttfo": "TTFO", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
+_OWNERS = {"warmup": "warm-up requests", "cut": "requests that the end cut",
+           "error": "failed requests", "broken": "broken ones", "timeout": "timed-out ones",
+           "refused": "refused ones"}  # fmt: skip
 _FILE_COLUMNS = 200
+_MIN_COLUMNS_FOR_SD = 100
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
@@ -104,12 +107,9 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     )
     for error in stage["errors"][:5]:
         console.print(f"  {error['count']} x {error['what']}", style="red")
-    console.print(_latency_table(stage))
-    rates = stage["throughput"]
-    console.print(
-        f"{rates['output_tokens_per_s']:.1f} output tok/s, "
-        f"{_input_rates(rates)}, {rates['requests_per_s']:.3g} requests/s"
-    )
+    if any(figures["count"] for figures in stage["latency_ms"].values()):
+        console.print(_latency_table(stage, has_sd=console.width >= _MIN_COLUMNS_FOR_SD))
+    _print_rates(stage, console)
     if requests["checked"]:
         console.print(f"valid answers: {requests['valid']} of {requests['checked']}")
     _print_goodput(stage, console)
@@ -118,7 +118,37 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     _print_client(stage, console)
 
 
-def _input_rates(rates: dict[str, float | None]) -> str:
+def _print_rates(stage: dict[str, Any], console: Console) -> None:
+    rates, load = stage["throughput"], stage["concurrency"]
+    console.print(
+        f"{rates['output_tokens_per_s']:.1f} output tok/s, "
+        f"{_input_rates(rates)}, {rates['requests_per_s']:.3g} requests/s"
+    )
+    parts = [f"{load['mean']:.3g} requests open on average, {load['peak']} at most"]
+    if rates["peak_output_tokens_per_s"] is not None:
+        parts.append(f"{rates['peak_output_tokens_per_s']:.1f} output tok/s in the best second")
+    if (user := rates["user_tokens_per_s"])["count"]:
+        parts.append(f"{user['p50']['value']:.1f} tok/s a reader (p50)")
+    console.print("; ".join(parts))
+    sizes = [
+        f"{name} {lengths['mean']['value']:.1f} ({lengths['min']:.0f} to {lengths['max']:.0f})"
+        for name in ("input", "output")
+        if (lengths := stage["tokens"][name])["count"]
+    ]
+    if sizes:
+        console.print(f"tokens a request, mean: {', '.join(sizes)}")
+    if others := [
+        f"{num:.0f} of {_OWNERS[name]}"
+        for name, num in rates["output_tokens_of"].items()
+        if name != "ok"
+    ]:
+        console.print(
+            f"tok/s counts {rates['output_tokens']:.0f} tokens that came in the window, among them "
+            f"{', '.join(others)}"
+        )
+
+
+def _input_rates(rates: dict[str, Any]) -> str:
     if rates["input_tokens_per_s"] is None:
         return "input tok/s unknown (no usage; name a --tokenizer to count it)"
     return (
@@ -126,20 +156,33 @@ def _input_rates(rates: dict[str, float | None]) -> str:
     )
 
 
-def _latency_table(stage: dict[str, Any]) -> Table:
+def _latency_table(stage: dict[str, Any], *, has_sd: bool) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
-    for name in (*_COLUMNS, "max"):
+    for name in (*_COLUMNS, "max", *(["sd"] if has_sd else [])):
         table.add_column(name, justify="right")
-    rows = [(title, stage["latency_ms"][name]) for name, title in _LATENCIES.items()]
+    rows = _latency_rows("", stage["latency_ms"])
     for kind, figures in stage["classes"].items() if len(stage["classes"]) > 1 else ():
-        rows += [(f"{kind} {_LATENCIES[name]}", figures["latency_ms"][name]) for name in _LATENCIES]
+        rows += _latency_rows(f"{kind} ", figures["latency_ms"])
     rows += [(f"server: {name}", figures) for name, figures in stage["server_ms"].items()]
     for title, figures in rows:
         if figures["count"]:
             cells = [_with_interval(figures[name]) for name in _COLUMNS]
-            table.add_row(title, *cells, format_ms(figures["max"] / 1e3))
+            cells.append(format_ms(figures["max"] / 1e3))
+            if has_sd:
+                sd = figures["std"]
+                cells.append(format_ms(None if sd is None else sd / 1e3))
+            table.add_row(title, *cells)
     return table
+
+
+def _latency_rows(prefix: str, latency: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return titles and figures. TTFO is shown where it is not TTFT: answers began to reason."""
+    return [
+        (f"{prefix}{title}", latency[name])
+        for name, title in _LATENCIES.items()
+        if name != "ttfo" or latency["ttfo"] != latency["ttft"]
+    ]
 
 
 def _with_interval(figure: dict[str, float | None]) -> str:
@@ -281,7 +324,9 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _print_search(search: dict[str, Any], console: Console) -> None:
     share = f"{100 * search['at_least']:g} %"
-    if search["rate"] is None:
+    if search["rate"] is None and search["held_not_at"] is None:
+        text = f"{search['target']}: the search ended before a rate was judged"
+    elif search["rate"] is None:
         text = f"{search['target']}: at no rate tried are {share} within the objective"
     else:
         above = search["held_not_at"]
@@ -291,79 +336,3 @@ def _print_search(search: dict[str, Any], console: Console) -> None:
             f"{search['rate']:.3g} requests/s ({edge})"
         )
     console.print(text, style="bold")
-
-
-@contextmanager
-def offline_status() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what runs now, on stderr, where that is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("loading") as status:
-        yield lambda text: status.update(text)
-
-
-def print_offline(document: dict[str, Any]) -> None:
-    """Print the rows of `paceline bench offline`: medians, and ranges over the rounds."""
-    console = report_console()
-    table = Table(box=None, pad_edge=False)
-    for title in ("batch", "input", "output", "TTFT", "prefill tok/s", "decode tok/s",
-                  "a stream", "output tok/s", "total tok/s"):  # fmt: skip
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in document["rows"]:
-        decode = row["decode_tokens_per_s"]
-        table.add_row(
-            str(row["batch"]),
-            str(row["input_tokens"]),
-            str(row["output_tokens"]),
-            format_ms(row["ttft_s"]["median"]),
-            _with_range(row["prefill_tokens_per_s"]),
-            _with_range(decode),
-            "-" if decode is None else f"{decode['median'] / row['batch']:.1f}",
-            f"{row['output_tokens_per_s']['median']:.1f}",
-            f"{row['total_tokens_per_s']['median']:.1f}",
-        )
-    console.print(f"{document['model']}, {document['isa']}, {document['num_threads']} threads")
-    console.print(table)
-    if document["preemptions"]:
-        console.print(
-            f"{document['preemptions']} preemptions: the KV cache did not hold the batch; raise "
-            "--kv-memory",
-            style="yellow",
-        )
-
-
-def print_spec(document: dict[str, Any]) -> None:
-    """Print the rows of `paceline bench spec`: medians, and ranges over the rounds."""
-    console = report_console()
-    table = Table(box=None, pad_edge=False)
-    for title in ("workload", "batch", "plain tok/s", "tok/s", "speed-up", "predicted",
-                  "right / drafted", "a draft", "same text"):  # fmt: skip
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in document["rows"]:
-        length, predicted = row["mean_accepted_length"], row["predicted_speed_up"]
-        speed_up = row["speed_up"]
-        table.add_row(
-            row["workload"],
-            str(row["batch"]),
-            f"{row['plain_tokens_per_s']:.1f}",
-            f"{row['tokens_per_s']:.1f}",
-            f"{speed_up['median']:.2f} ({speed_up['low']:.2f} to {speed_up['high']:.2f})",
-            "-" if predicted is None else f"{predicted:.2f}",
-            f"{row['num_accepted']} / {row['num_drafted']}",
-            "-" if length is None else f"{length:.1f}",
-            "yes" if row["is_same_text"] else "NO",
-        )
-    console.print(
-        f"{document['model']}, {document['isa']}, {document['num_threads']} threads, "
-        f"{document['speculate']}",
-        highlight=False,
-    )
-    console.print(table)
-
-
-def _with_range(figure: dict[str, float] | None) -> str:
-    if figure is None:
-        return "-"
-    return f"{figure['median']:.1f} ({figure['low']:.1f} to {figure['high']:.1f})"

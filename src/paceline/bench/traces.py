@@ -42,13 +42,8 @@ def read_trace(path: str) -> Sequence[Arrived]:
             rows: list[dict[str, Any]] = list(csv.DictReader(text.splitlines()))
         else:
             rows = [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
-        items = [
-            Arrived(at_s=_time(row), input_tokens=_count(row, _INPUTS),
-                    output_tokens=_count(row, _OUTPUTS))
-            for row in rows
-        ]  # fmt: skip
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
-            RecursionError) as error:  # fmt: skip
+        items = [_arrived(row, number) for number, row in enumerate(rows, start=1)]
+    except (OSError, ValueError, RecursionError) as error:
         raise ParameterError(
             f"{path} cannot be read as a trace ({error}): lines need at_s in seconds or timestamp "
             "in milliseconds"
@@ -61,6 +56,20 @@ def read_trace(path: str) -> Sequence[Arrived]:
         Arrived(at_s=i.at_s - start, input_tokens=i.input_tokens, output_tokens=i.output_tokens)
         for i in items
     ]
+
+
+def _arrived(row: Any, number: int) -> Arrived:
+    """Return request `number` (from 1). Raises ValueError that names it."""
+    try:
+        if not isinstance(row, dict):
+            raise ValueError("it is no object")
+        return Arrived(
+            at_s=_time(row),
+            input_tokens=_count(row, _INPUTS),
+            output_tokens=_count(row, _OUTPUTS),
+        )
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"request {number}: {error}") from None
 
 
 def _time(row: dict[str, Any]) -> float:

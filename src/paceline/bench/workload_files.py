@@ -53,7 +53,10 @@ def _order(seed: str, lap: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Prompts and answers with the lengths of a trace, request by request in its order."""
+    """Prompts and answers with the lengths of a trace, request by request in its order.
+
+    All its lengths are known.
+    """
 
     prose: Prose
     arrived: Sequence[Arrived]
@@ -63,10 +66,8 @@ class Traced:
     def conversation(self, seed: str, idx: int) -> Conversation:
         rng = random.Random(f"{seed}:{idx}")
         item = self.arrived[idx % len(self.arrived)]
-        if item.input_tokens is None or item.output_tokens is None:
-            raise ParameterError(
-                "the trace has no lengths: give it to --arrival replay, and choose another workload"
-            )
+        assert item.input_tokens is not None
+        assert item.output_tokens is not None
         text = self.prose.text(rng, max(1, item.input_tokens))
         return single("trace", text, max(1, item.output_tokens))
 
@@ -116,10 +117,14 @@ def _split_turns(
 
     The assistant's own text becomes the reply that the history holds, for every server alike.
     """
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise ValueError("messages is no list of objects")
     turns: list[Turn] = []
     pending: list[Message] = []
     for message in messages:
         if message["role"] != "assistant":
+            if not isinstance(message["role"], str):
+                raise ValueError(f"a role is {message['role']!r}, no string")
             if message.get("content") is None:
                 raise ValueError(f"a message of role {message['role']!r} has no content")
             pending.append(message)
@@ -150,7 +155,14 @@ def code(options: SpecOptions, prose: Prose) -> Workload:
 
 
 def trace(options: SpecOptions, prose: Prose) -> Workload:
-    return Traced(prose, read_trace(options.required("file", "FILE")))
+    path = options.required("file", "FILE")
+    arrived = read_trace(path)
+    if any(item.input_tokens is None or item.output_tokens is None for item in arrived):
+        raise ParameterError(
+            f"{path} has requests without lengths: give it to --arrival replay, and choose another "
+            "workload"
+        )
+    return Traced(prose, arrived)
 
 
 def humaneval_path() -> Path:

@@ -12,6 +12,7 @@ from paceline.cli.bench_offline import offline
 from paceline.cli.bench_spec import spec
 from paceline.cli.bench_values import (
     check_names,
+    check_not_empty,
     check_outputs,
     check_server_options,
     read_endpoint,
@@ -275,6 +276,9 @@ def bench(
     from paceline.bench.workloads import build_workload
 
     check_outputs(log, html)
+    check_not_empty(
+        {"--serve": serve, "--peer-model": peer_model, "--model": model, "--tokenizer": tokenizer}
+    )
     check_server_options(
         serve, peer,
         {"--serve-with": serve_arguments, "--peer-model": peer_model, "--slots": slots,

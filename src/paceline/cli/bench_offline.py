@@ -49,8 +49,8 @@ def offline(
 
     - `paceline bench offline smollm2-135m --batch 1,2,4,8 --input 128,1024 --rounds 5 --json`
     """
+    from paceline.bench.engine_terminal import offline_status, print_offline
     from paceline.bench.offline import grid, measure
-    from paceline.bench.terminal import offline_status, print_offline
     from paceline.cli.loading import load
 
     batches = read_counts(batch, "--batch", MAX_BATCH)

@@ -51,9 +51,9 @@ def spec(
 
     - `paceline bench spec qwen2.5-coder-1.5b --speculate draft+ngram:model=qwen2.5-coder-0.5b`
     """
+    from paceline.bench.engine_terminal import offline_status, print_spec
     from paceline.bench.spec import measure
     from paceline.bench.spec_prompts import PROMPTS
-    from paceline.bench.terminal import offline_status, print_spec
     from paceline.cli.loading import load
     from paceline.measure.step_table import find_step_table
 

@@ -6,7 +6,9 @@ const COLORS = ["#2f6fde", "#e07b28", "#2e9e6b", "#a04fc4", "#c63d5a", "#3fa7b8"
 const OUTCOME_COLORS = {
   ok: "#2f6fde", refused: "#e07b28", error: "#c0392b", broken: "#8e2020", timeout: "#a04fc4", cut: "#8a939e",
 };
-const NAMES = { ttft: "TTFT", tpot: "TPOT", itl: "ITL", e2e: "E2E" };
+const NAMES = { ttft: "TTFT", ttfo: "TTFO", tpot: "TPOT", itl: "ITL", e2e: "E2E" };
+const OWNERS = { ok: "complete answers", warmup: "warm-up requests", cut: "requests that the end cut", error: "failed requests",
+  broken: "broken ones", timeout: "timed-out ones", refused: "refused ones" };
 const main = document.getElementById("main");
 const style = getComputedStyle(document.body);
 const INK = style.getPropertyValue("--soft").trim();
@@ -33,6 +35,12 @@ function ms(value) {
   return value.toFixed(value >= 100 ? 0 : 1) + " ms";
 }
 
+function interval({ low, high }) {
+  if (low === null || high === null) return "unbounded";
+  const [from, unit] = ms(low).split(" ");
+  return (ms(high).endsWith(" " + unit) ? from : ms(low)) + " to " + ms(high);
+}
+
 function number(value) {
   return value === null || value === undefined ? "–" : Number(value.toPrecision(4)).toLocaleString("en");
 }
@@ -55,9 +63,7 @@ function table(box, titles, rows) {
       const place = make("td", line);
       if (cell && cell.value !== undefined) {
         make("span", place, ms(cell.value));
-        const ends = cell.low === null || cell.high === null
-          ? "interval unbounded" : ms(cell.low) + " to " + ms(cell.high);
-        make("span", place, ends, "interval");
+        make("span", place, interval(cell), "interval");
       } else if (cell && cell.bad !== undefined) {
         make("span", place, cell.bad, "bad");
       } else place.textContent = cell;
@@ -80,23 +86,34 @@ function about() {
 function overview() {
   const box = section("Results", "Medians and tails of complete answers. Failed requests count against the objective.");
   const hasObjective = stages.some((stage) => Object.keys(stage.goodput.objectives_ms).length);
-  const titles = ["", "ok", "failed", "cut", "not sent", "TTFT p50", "TTFT p95", "TPOT mean", "ITL p99", "E2E p95", "output tok/s",
-    "requests/s"];
-  if (hasObjective) titles.push("within objective", "good requests/s");
-  table(box, titles, stages.map((stage) => {
-    const r = stage.requests, l = stage.latency_ms;
-    const failed = r.refused + r.error + r.broken + r.timeout;
-    const at = (metric, figure) => l[metric].count ? ms(l[metric][figure].value) : "–";
-    const row = [name(stage), r.ok, failed ? { bad: failed } : 0, r.cut, r.unsent ? { bad: r.unsent } : 0, at("ttft", "p50"), at("ttft", "p95"),
-      at("tpot", "mean"), at("itl", "p99"), at("e2e", "p95"), number(stage.throughput.output_tokens_per_s),
-      number(stage.throughput.requests_per_s)];
-    if (hasObjective) {
-      const share = stage.goodput.attainment;
-      row.push(share ? (100 * share.value).toFixed(1) + " %" : "–", number(stage.goodput.requests_per_s));
-    }
-    return row;
-  }));
+  const failed = (r) => r.refused + r.error + r.broken + r.timeout;
+  const at = (metric, figure) => (stage) => {
+    const found = stage.latency_ms[metric];
+    return found.count ? ms(found[figure].value) : "–";
+  };
+  // Columns: title, what a stage has there, and whether it is shown.
+  const columns = [
+    ["", name, true],
+    ["ok", (s) => s.requests.ok, true],
+    ["failed", (s) => (failed(s.requests) ? { bad: failed(s.requests) } : 0), true],
+    ["cut", (s) => s.requests.cut, stages.some((s) => s.requests.cut)],
+    ["not sent", (s) => (s.requests.unsent ? { bad: s.requests.unsent } : 0), stages.some((s) => s.requests.unsent)],
+    ["TTFT p50", at("ttft", "p50"), true],
+    ["TTFT p95", at("ttft", "p95"), true],
+    ["TPOT mean", at("tpot", "mean"), true],
+    ["ITL p99", at("itl", "p99"), true],
+    ["E2E p95", at("e2e", "p95"), true],
+    ["output tok/s", (s) => number(s.throughput.output_tokens_per_s), true],
+    ["requests /s", (s) => number(s.throughput.requests_per_s), true],
+    ["within objective", (s) => (s.goodput.attainment ? (100 * s.goodput.attainment.value).toFixed(1) + " %" : "–"), hasObjective],
+    ["good requests /s", (s) => number(s.goodput.requests_per_s), hasObjective],
+  ].filter((column) => column[2]);
+  table(box, columns.map((column) => column[0]), stages.map((stage) => columns.map((column) => column[1](stage))));
   result.searches.forEach((search) => {
+    if (search.rate === null && search.held_not_at === null) {
+      make("p", box, `${search.target}: the search ended before a rate was judged`);
+      return;
+    }
     const held = search.rate === null ? "no rate that was tried" : number(search.rate) + " requests/s";
     const edge = search.held_not_at === null ? "" : ` (not at ${number(search.held_not_at)})`;
     make("p", box, `${search.target}: at least ${100 * search.at_least} % within the objective up to ${held}${edge}`);
@@ -132,22 +149,38 @@ function latencies(stage) {
   const columns = ["mean", "p50", "p90", "p95", "p99"];
   const rows = [];
   const add = (title, figures) => {
-    if (figures.count) rows.push([title, ...columns.map((column) => figures[column]), ms(figures.max)]);
+    if (figures.count) rows.push([title, ms(figures.min), ...columns.map((column) => figures[column]), ms(figures.max), ms(figures.std)]);
   };
-  Object.keys(NAMES).forEach((metric) => add(NAMES[metric], stage.latency_ms[metric]));
+  // TTFO is shown where it is not TTFT: answers began to reason.
+  const addAll = (prefix, latency) => Object.keys(NAMES)
+    .filter((metric) => metric !== "ttfo" || JSON.stringify(latency.ttfo) !== JSON.stringify(latency.ttft))
+    .forEach((metric) => add(prefix + NAMES[metric], latency[metric]));
+  addAll("", stage.latency_ms);
   const kinds = Object.entries(stage.classes);
-  if (kinds.length > 1) {
-    kinds.forEach(([kind, figures]) =>
-      Object.keys(NAMES).forEach((metric) => add(`${kind} ${NAMES[metric]}`, figures.latency_ms[metric])));
-  }
+  if (kinds.length > 1) kinds.forEach(([kind, figures]) => addAll(kind + " ", figures.latency_ms));
   Object.entries(stage.server_ms).forEach(([phase, figures]) => add("server: " + phase, figures));
   add("client: sending late", stage.client.send_lag_ms);
-  table(box, ["", ...columns, "max"], rows);
+  table(box, ["", "min", ...columns, "max", "sd"], rows);
+}
+
+function load(stage) {
+  const rates = stage.throughput, figures = ["min", "mean", "p50", "p90", "p99", "max"];
+  const box = section(stages.length > 1 ? "Load and lengths: " + name(stage) : "Load and lengths");
+  const rows = [["input tokens of a request", stage.tokens.input], ["output tokens of a request", stage.tokens.output],
+    ["tok/s of a reader", rates.user_tokens_per_s]].filter((row) => row[1].count);
+  table(box, ["", ...figures], rows.map(([title, found]) => [title, ...figures.map((key) => number(found[key].value ?? found[key]))]));
+  const peak = rates.peak_output_tokens_per_s;
+  make("p", box, [
+    `${number(stage.concurrency.mean)} requests open on average, ${stage.concurrency.peak} at most`,
+    peak === null ? null : `${number(peak)} output tok/s in the best second`,
+    `tok/s counts ${number(rates.output_tokens)} tokens that came in the window: `
+      + Object.entries(rates.output_tokens_of).map(([owner, num]) => `${number(num)} of ${OWNERS[owner]}`).join(", "),
+  ].filter(Boolean).join("; "));
 }
 
 function plot(parent, title, text, options, data) {
   const box = section(title, text, parent);
-  const width = Math.max(320, Math.min(box.clientWidth - 32, 1140));
+  const width = Math.max(240, Math.min(box.clientWidth - 32, 1140));
   const axis = { stroke: INK, grid: { stroke: GRID, width: 1 }, ticks: { stroke: GRID, width: 1 } };
   new uPlot({
     width, height: 260, ...options,
@@ -287,5 +320,5 @@ rates(grid);
 curves(grid);
 const detailed = stages.map((_, idx) => idx).slice(0, 6);
 detailed.forEach((idx) => overTime(grid, idx));
-detailed.forEach((idx) => latencies(stages[idx]));
+detailed.forEach((idx) => { latencies(stages[idx]); load(stages[idx]); });
 detailed.forEach((idx) => waterfall(idx));
