@@ -70,7 +70,7 @@ class Reports:
             num_kept = sum(len(books.calls) for books in self._books.values())
             raise ApiError(
                 404,
-                f"no call {key!r} runs or is among the last {num_kept} finished ones: "
+                f"no call {key[:200]!r} runs or is among the last {num_kept} finished ones: "
                 "give the answer's id or its x-request-id",
                 code="request_not_found",
             )
