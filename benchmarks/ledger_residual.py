@@ -18,12 +18,15 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ledger_server import Server, serving
+
+from paceline.measure.machine import cpu_model
 
 WORDS = [
     "river",
@@ -122,6 +125,14 @@ def load(server: Server, rate: float, seconds: float, rng: random.Random) -> Non
         thread.join()
 
 
+def about(server: Server) -> dict[str, Any]:
+    """Return what answered: the model, the version, and what of the machine it used."""
+    trace = json.loads(urllib.request.urlopen(f"{server.url}/v1/trace?last_s=1").read())
+    told = trace["otherData"]["paceline"]
+    names = ("model", "version", "isa", "num_threads")
+    return {**{name: told[name] for name in names}, "machine": cpu_model()}
+
+
 def share(call: dict[str, Any]) -> float:
     """Return the residual's share of the call's wall time."""
     residual: float = call["parts_ms"]["residual"] / call["wall_ms"]
@@ -173,11 +184,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="takes the results, and adds to what it has")
     args = parser.parse_args()
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    runs: list[dict[str, Any]] = before.get("runs", [])
     calls: list[dict[str, Any]] = before.get("ledgers", [])
     seed = len(calls) if args.seed is None else args.seed
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "calls.jsonl"
         with serving([args.model], [*args.options.split(), "--access-log", str(log)]) as server:
+            served = about(server)
+            if before and before["served"] != served:
+                sys.exit(f"{args.json} is of {before['served']}, this is {served}: give a new file")
             load(server, args.rate, args.seconds, random.Random(seed))
             time.sleep(1.0)  # those that hung up are written when the engine has let go of them
         lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -188,12 +203,12 @@ def main() -> None:
     ]
     if not calls:
         sys.exit("no call came: give a higher --rate or more --seconds")
+    runs.append({"rate": args.rate, "seconds": args.seconds, "seed": seed, "options": args.options})
     found = report(calls)
     print_report(found, sorted(calls, key=share)[-8:][::-1])
     if args.json:
-        args.json.write_text(
-            json.dumps({"rate": args.rate, "options": args.options, **found, "ledgers": calls})
-        )
+        result = {"benchmark": "ledger_residual", "served": served, "runs": runs, **found}
+        args.json.write_text(json.dumps({**result, "ledgers": calls}) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import quote
 
 import pytest
 
@@ -433,6 +434,63 @@ def test_a_timeline_is_found_by_both_ids_and_shows_each_step(server):
     ends = [step["end_ms"] for step in choice["steps"]]
     assert ends == sorted(ends)
     assert ends[-1] <= call["wall_ms"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "Hi", "store": False}),
+        ("/v1/cache/prefixes", {"prompt": "0" * 40}),
+    ],
+)
+def test_a_timeline_has_the_model_that_was_asked_for_beside_the_one_that_it_went_to(
+    server, path, body
+):
+    for model, status in ((server.name, 200), ("gpt-4", 404)):
+        key = f"asked {path} {model}"
+        headers = {"x-request-id": key}
+        reply = server.client.post(path, json={"model": model, **body}, headers=headers)
+        assert reply.status_code == status, reply.text
+        call = timeline(server, quote(key, safe=""))
+        assert (call["asked_model"], call["model"]) == (model, server.name)
+
+
+PLAIN_IDS = [
+    "a/b", "/", "a//b/", "trace/7/timeline", "two words", "100% of #1?", "%2F", "a\\b", "a+b&c=d",
+    "<i>\"'`;", "..a", "{key}", "x" * 128,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", PLAIN_IDS)
+def test_a_printable_id_of_a_caller_leads_to_its_timeline(server, given):
+    response = server.client.post(
+        "/v1/completions",
+        json={"model": server.name, "prompt": "a", "max_tokens": 2},
+        headers={"x-request-id": given},
+    )
+    assert response.headers["x-request-id"] == given
+    call = timeline(server, quote(given, safe=""))
+    assert (call["request_id"], call["id"]) == (given, response.json()["id"])
+
+
+@pytest.mark.parametrize("given", [b"caf\xc3\xa9", b"\xff\xfe", b"tab\there", b"x" * 129, b""])
+def test_an_id_that_is_not_plain_is_replaced_by_one_that_leads_to_the_timeline(server, given):
+    response = server.client.post(
+        "/v1/completions",
+        json={"model": server.name, "prompt": "a", "max_tokens": 2},
+        headers=[(b"x-request-id", given)],
+    )
+    chosen = response.headers["x-request-id"]
+    assert chosen.encode() != given
+    assert timeline(server, chosen)["id"] == response.json()["id"]
+
+
+def test_a_slash_in_the_address_of_a_timeline_need_not_be_encoded(server):
+    _completed(server, "team/7", prompt="a", max_tokens=1)
+    assert timeline(server, "team/7")["request_id"] == "team/7"
 
 
 def test_an_unknown_timeline_is_a_404_that_says_what_to_give(server):

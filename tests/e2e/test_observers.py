@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import subprocess
 import threading
 
@@ -64,13 +65,18 @@ def test_spans_go_where_the_environment_says(script):
     threading.Thread(target=collector.serve_forever, daemon=True).start()
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}"}
     prefix = ("env", *(f"{name}={value}" for name, value in environment.items()))
-    with ServeProcess(script, "--otel", "--kv-memory", "8M", prefix=prefix) as server:
-        answer = server.complete("a", temperature=0)
+    options = ("--otel", "--kv-memory", "8M", "--alias", f"gpt-4o-mini={script}")
+    with ServeProcess(script, *options, prefix=prefix) as server:
+        body = {"model": "gpt-4o-mini", "prompt": "a", "temperature": 0}
+        answer = server.client.post("/v1/completions", json=body).json()
     collector.shutdown()  # the server is down: what it had to send it has sent
     collector.server_close()
     sent = b"".join(bodies)
     assert answer["id"].encode() in sent
     assert b"gen_ai.usage.output_tokens" in sent
+    # OTLP: a key is followed by its value, here of one byte of length each.
+    assert re.search(rb"gen_ai\.request\.model.{1,6}gpt-4o-mini", sent, re.DOTALL)
+    assert re.search(rb"gen_ai\.response\.model.{1,6}script", sent, re.DOTALL)
 
 
 def test_an_access_log_that_cannot_be_written_is_told_before_the_model_is_loaded(script):

@@ -240,6 +240,24 @@ def test_the_machines_limits_are_told_where_they_are_known(script_path, monkeypa
     peaks.clear()
     with LiveServer(script_path, num_threads=1, kv_memory_bytes=2**23) as unmeasured:
         assert live(unmeasured)["limits"]["macs_per_s"] is None
+        peaks[1] = 7e9  # measured beside the server that runs
+        assert live(unmeasured)["limits"]["macs_per_s"] == 7e9
+
+
+def test_a_peak_that_is_not_known_has_its_help_in_the_metrics_and_no_value(
+    script_path, monkeypatch
+):
+    peaks = {}
+    monkeypatch.setattr(ceilings, "known_int8_macs", lambda threads: peaks.get(threads, 0.0))
+    name = "paceline:machine_int8_macs_per_second"
+    with LiveServer(script_path, num_threads=1, kv_memory_bytes=2**23) as server:
+        lines = [x for x in server.client.get("/metrics").text.splitlines() if name in x]
+        assert len(lines) == 2
+        assert "paceline roofline" in lines[0]
+        peaks[1] = 5e9
+        assert f'{name}{{engine="0",model_name="{server.name}"}} 5e+09' in (
+            server.client.get("/metrics").text
+        )
 
 
 def test_without_a_ledger_the_page_has_the_engines_state_and_no_steps(script_path):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,44 @@ def test_the_page_fits_a_phone_and_follows_the_colour_scheme_and_the_wish_for_ca
     assert light["width"] == dark["width"] == 360
     assert light["background"] != dark["background"]
     assert (light["moves"], dark["moves"]) == ("0.4s", "0s")
+
+
+@pytest.fixture(scope="module")
+def access(browser, markup_path, tmp_path_factory):
+    """What `page_access.cjs` measured, of a page that shows all kinds of things at once."""
+    with ServeProcess(markup_path, "--kv-memory", "64M") as server:
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda n: server.complete("0" * n, max_tokens=400), (9, 3000, 200)))
+        folder = tmp_path_factory.mktemp("looks")
+        seen = use(browser, server, str(folder), script=SCRIPT.with_name("page_access.cjs"))
+        assert len(list(folder.iterdir())) == 4  # for whoever wants to look: pytest keeps them
+    assert seen["errors"] == []
+    return seen
+
+
+@pytest.mark.parametrize("size", ["wide", "narrow"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_graphics_have_the_contrast_that_wcag_aa_asks(access, scheme, size):
+    look = access["looks"][f"{scheme}-{size}"]
+    assert look["faint"] == []
+    assert look["numTexts"] > 100
+    assert look["numBars"] > 20
+    assert look["width"] == (1280 if size == "wide" else 400)  # nothing sticks out
+
+
+def test_a_keyboard_alone_asks_walks_the_answer_and_opens_its_time_and_sees_where_it_is(access):
+    assert access["afterSkip"] == "message"
+    assert access["tip"] == "Token 12: “i”"
+    assert access["afterOpen"] == "inspect-title"
+    assert access["mode"] == "ttft"
+    assert access["unmarked"] == []
+
+
+def test_a_screen_reader_has_a_name_for_all_that_can_be_used_or_seen(access):
+    assert access["nameless"] == []
+    assert access["numNamed"] > 40
+    wanted = {"button", "heading", "image", "radiogroup", "spinbutton", "table", "textbox"}
+    assert wanted <= set(access["roles"])
 
 
 def test_a_server_with_keys_is_used_with_the_one_that_is_typed_in(browser, markup_path, tmp_path):

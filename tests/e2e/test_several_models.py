@@ -15,6 +15,7 @@ from paceline.errors import ModelFormatError
 from tests.e2e.live import ServeProcess, wait_until
 from tests.e2e.several import SPELT, Reader, SeveralServer, spelling_model
 from tests.e2e.test_cli import paceline
+from tests.e2e.test_ledger import timeline
 from tests.tiny import random_model, write_gguf
 
 NAMES = ("up", "down")
@@ -208,6 +209,18 @@ def test_a_call_that_waited_for_its_model_has_that_in_its_ledger(serve):
 
 
 # ---- memory ----
+
+
+def test_a_timeline_has_the_name_that_was_asked_for_whatever_became_of_it(serve):
+    server = serve(aliases=("gpt-4=down",))
+    for asked, went_to, status in (("gpt-4", "down", 200), ("none", "up", 404)):
+        body = {"model": asked, "prompt": "a", "max_tokens": 1}
+        response = server.client.post(
+            "/v1/completions", json=body, headers={"x-request-id": f"for-{asked}"}
+        )
+        assert response.status_code == status
+        told = timeline(server, f"for-{asked}")
+        assert (told["asked_model"], told["model"]) == (asked, went_to)
 
 
 def test_the_least_recently_used_idle_model_makes_room_and_comes_back(serve, tmp_path):

@@ -24,6 +24,7 @@ from paceline.server.calls import Call, CallLog
 from paceline.server.meters import CallMeters
 from paceline.server.metrics import Metrics, exposition
 from paceline.server.spans import Spans
+from paceline.server.timeline import describe
 from paceline.server.trace import chrome_trace, encoded
 from paceline.types import Delta, SamplingParams, Timings, Usage
 
@@ -348,7 +349,7 @@ def test_the_parts_add_up_to_the_wall_time_for_each_outcome(clock):
 # ---- spans, access log, trace ----
 
 
-def exported(call, **kwargs):
+def exported(call, name="text_completion m"):
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -358,7 +359,7 @@ def exported(call, **kwargs):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     Spans(provider, model="m").write(call)
     spans = {span.name: span for span in exporter.get_finished_spans()}
-    return spans.pop("text_completion m"), spans
+    return spans.pop(name), spans
 
 
 def test_a_call_becomes_a_span_with_its_phases_below_it(clock):
@@ -376,6 +377,30 @@ def test_a_call_becomes_a_span_with_its_phases_below_it(clock):
     assert root.attributes["gen_ai.response.id"] == call.id
     assert root.attributes["paceline.prefill_ms"] == 8
     assert "error.type" not in root.attributes
+
+
+def test_a_span_tells_the_model_that_was_asked_for_from_the_one_that_answered(clock):
+    answered = make_call(clock)
+    answered.model = "smollm2"
+    answered.asked_for("gpt-4o-mini")
+    root, _ = exported(answered, "text_completion gpt-4o-mini")
+    assert root.attributes["gen_ai.request.model"] == "gpt-4o-mini"
+    assert root.attributes["gen_ai.response.model"] == "smollm2"
+    assert (describe(answered)["asked_model"], describe(answered)["model"]) == (
+        "gpt-4o-mini", "smollm2"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "told"), [("other", "other"), ("x" * 300, "x" * 200), (7, None)])
+def test_a_call_that_no_model_answered_names_none_in_its_span(clock, asked, told):
+    call = Call(path="/v1/completions", begin_ns=0, on_close=lambda call: None, model="smollm2")
+    call.asked_for(asked)
+    call.started(404)
+    call.responded()
+    root, _ = exported(call, f"text_completion {told or 'smollm2'}")
+    assert root.attributes.get("gen_ai.request.model") == told
+    assert "gen_ai.response.model" not in root.attributes
+    assert describe(call)["asked_model"] == told
 
 
 def test_a_span_joins_its_callers_trace(clock):

@@ -121,6 +121,7 @@ class Answers:
         asked = read(body)
         with own_words(asked):
             request = asked.request
+            call.asked_for(request.model)
             check_model(request.model, self._loaded)
             check_stream_options(request)
             params = sampling_params(request, self._loaded.default_params)

@@ -114,7 +114,7 @@ def create_models_app(
         (_PREFIXES, "POST", routes.warm_prefix),
         (_PREFIXES, "GET", routes.pinned),
         (_PREFIXES + "/{name:path}", "DELETE", routes.unpin),
-        ("/v1/requests/{key}/timeline", "GET", reports.timeline),
+        ("/v1/requests/{key:path}/timeline", "GET", reports.timeline),
         ("/v1/trace", "GET", reports.trace),
         ("/v1/paceline/live", "GET", reports.live),
         ("/metrics", "GET", reports.metrics),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline import __version__
@@ -37,6 +36,7 @@ class Books:
         self.num_loads = 0
         self._engine: Engine | None = None
         self._ended = NO_ENGINE  # totals of the engines before
+        self._int8_macs = 0.0
 
     @property
     def engine(self) -> Engine | None:
@@ -63,14 +63,20 @@ class Books:
         """Return the state of the engine, empty where there is none, and the totals of all."""
         return (NO_ENGINE if self._engine is None else self._engine.stats()).after(self._ended)
 
-    @cached_property
-    def int8_macs(self) -> float:
-        """The machine's int8 multiply-adds a second; 0: `paceline roofline` has not run here."""
-        if self.config.backend != "native":
-            return 0.0
-        from paceline.measure.ceilings import known_int8_macs
+    @property
+    def num_threads(self) -> int:
+        return self.config.num_threads or default_num_threads()[0]
 
-        return known_int8_macs(self.config.num_threads or default_num_threads()[0])
+    def int8_macs(self) -> float:
+        """Return the machine's int8 multiply-adds a second; 0: `paceline roofline` has not run.
+
+        Files are read until it has: a server that runs takes up what was measured beside it.
+        """
+        if not self._int8_macs and self.config.backend == "native":
+            from paceline.measure.ceilings import known_int8_macs
+
+            self._int8_macs = known_int8_macs(self.num_threads)
+        return self._int8_macs
 
 
 def about(loaded: LoadedModel) -> dict[str, Any]:

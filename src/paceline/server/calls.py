@@ -26,6 +26,7 @@ OUTCOMES: tuple[Outcome, ...] = ("ok", "refused", "aborted", "failed")
 _ENDPOINTS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 MAX_CALLS = 512  # finished calls that are remembered
 MAX_CHOICES = 4096  # choices of all of them together
+_MAX_NAME = 200  # characters of a model's name that is asked for
 _MAX_BLAMED = 8  # requests that a report blames by name
 
 
@@ -59,7 +60,8 @@ class Call(Struct, eq=False, kw_only=True):
     began_at: float = field(default_factory=time.time)  # Unix seconds, for logs
     id: str = ""  # of the answer
     request_id: str = ""  # X-Request-Id
-    model: str = ""  # that it asked for; of a call that names none, the server's first
+    model: str = ""  # in whose books it stands; of a call that names none, the server's first
+    asked_model: str = ""  # as the client wrote it; "": not known
     traceparent: str = ""
     client: str = ""
     is_stream: bool = False
@@ -89,6 +91,11 @@ class Call(Struct, eq=False, kw_only=True):
         self._ns[part] += now_ns - self.mark_ns
         self.mark_ns = now_ns
         return now_ns
+
+    def asked_for(self, model: object) -> None:
+        """The body has this in its field `model`; of a long name the beginning is kept."""
+        if isinstance(model, str):
+            self.asked_model = model[:_MAX_NAME]
 
     def accepted(self, params: SamplingParams, *, num_prompts: int, is_stream: bool) -> None:
         """The engine has taken the call's requests."""
@@ -152,6 +159,11 @@ class Call(Struct, eq=False, kw_only=True):
         if "abort" in reasons:  # nobody asked for it: the server stopped
             return "failed"
         return "refused" if self.status >= 400 else "ok"
+
+    @property
+    def answering_model(self) -> str:
+        """The model that began to answer; "" where none did."""
+        return self.model if self.num_choices or self.num_embedded else ""
 
     @property
     def is_computed(self) -> bool:

@@ -58,7 +58,7 @@ class Embeddings:
         call: Call | None = http.scope.get("state", {}).get(CALL)
         body = await read_body(http)
         loop = asyncio.get_running_loop()
-        request, texts = await loop.run_in_executor(self._threads, self._prepare, body)
+        request, texts = await loop.run_in_executor(self._threads, self._prepare, body, call)
         _lap(call, Part.TOKENISE)
         num_tokens = sum(map(len, texts))
         waiting = self._queue.num_tokens
@@ -93,10 +93,12 @@ class Embeddings:
         self._queue.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _prepare(self, body: bytes) -> tuple[EmbeddingRequest, list[list[int]]]:
+    def _prepare(self, body: bytes, call: Call | None) -> tuple[EmbeddingRequest, list[list[int]]]:
         """Return the request and the token ids of its texts. Raises ApiError or ParameterError."""
         request = parse(body, EmbeddingRequest)
         model = self.model
+        if call is not None:
+            call.asked_for(request.model)
         check_model(request.model, model)
         if request.dimensions not in (None, model.dim):
             raise ApiError(

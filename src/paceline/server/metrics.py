@@ -176,18 +176,17 @@ class Metrics:
         if counters.tokens[Part.VERIFY]:
             tokens[Part.VERIFY.label,] = counters.tokens[Part.VERIFY]
         yield self._counter("paceline:step_tokens", "Tokens that steps computed.", tokens, "kind")
-        if self.read_bandwidth:
-            yield self._gauge(
-                "paceline:machine_read_bytes_per_second",
-                "Read bandwidth of this machine.",
-                self.read_bandwidth,
-            )
-        if self.int8_macs_s:
-            yield self._gauge(
-                "paceline:machine_int8_macs_per_second",
-                "Int8 multiply-adds a second that this machine reaches at best.",
-                self.int8_macs_s,
-            )
+        yield self._gauge(
+            "paceline:machine_read_bytes_per_second",
+            "Read bandwidth of this machine, once a scrape has found the engine idle.",
+            self.read_bandwidth or None,
+        )
+        yield self._gauge(
+            "paceline:machine_int8_macs_per_second",
+            "Int8 multiply-adds a second that this machine reaches at best, once paceline roofline "
+            "has measured it for as many threads.",
+            self.int8_macs_s or None,
+        )
         if counters.work is not None:
             read: Labelled[float] = {
                 ("weights",): counters.weight_bytes,
@@ -196,9 +195,11 @@ class Metrics:
             yield self._counter("paceline:read_bytes", "Bytes that steps read.", read, "kind")
             yield self._counter("paceline:macs", "Multiply-adds of steps.", {(): counters.macs})
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+    def _gauge(self, name: str, help_text: str, value: float | None) -> Metric:
+        """Return a family; one whose value is not known has its help and no sample."""
         family = GaugeMetricFamily(name, help_text, labels=self._names)
-        family.add_metric(self._values, value)
+        if value is not None:
+            family.add_metric(self._values, value)
         return family
 
     def _counter(self, name: str, help_text: str, values: Labelled[float], *labels: str) -> Metric:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
 from paceline.completion import Choice
 from paceline.engine.build import LoadedModel
@@ -22,6 +23,7 @@ from paceline.server.door import tenant
 from paceline.server.errors import ApiError
 from paceline.server.openai import Formatter
 from paceline.server.schema import CompletionRequest, parse
+from paceline.server.timekeeping import CALL
 from paceline.server.tokens import check_model
 from paceline.server.tools import Tools, tool_use
 
@@ -126,7 +128,7 @@ class PrefixRoutes:
         self._entries: dict[str, _Entry] = {}
 
     async def create(self, http: HttpRequest) -> Response:
-        return await self._answers.answer(http, partial(self._read, tenant(http.scope)))
+        return await self._answers.answer(http, partial(self._read, http.scope))
 
     def pinned(self, owner: str) -> list[dict[str, Any]]:
         """Return what `owner` has pinned."""
@@ -158,8 +160,10 @@ class PrefixRoutes:
                 del self._entries[name]
         self._entries[entry.told["id"]] = entry
 
-    def _read(self, owner: str, body: bytes) -> PrefixAsked:
+    def _read(self, scope: Scope, body: bytes) -> PrefixAsked:
+        owner, call = tenant(scope), scope["state"][CALL]
         given = parse(body, PrefixRequest)
+        call.asked_for(given.model)
         check_model(given.model, self._loaded)
         ids = self._encode(given)
         prefix = blake2b(msgspec.json.encode([ids, given.cache_salt]), digest_size=16).digest()

@@ -13,7 +13,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from paceline import __version__
-from paceline.cpu import default_num_threads
 from paceline.measure.bandwidth import read_bandwidth
 from paceline.server.books import Books
 from paceline.server.calls import Call
@@ -70,7 +69,7 @@ class Reports:
             num_kept = sum(len(books.calls) for books in self._books.values())
             raise ApiError(
                 404,
-                f"no call {key!r} runs or is among the last {num_kept} finished ones: "
+                f"no call {key[:200]!r} runs or is among the last {num_kept} finished ones: "
                 "give the answer's id or its x-request-id",
                 code="request_not_found",
             )
@@ -108,6 +107,7 @@ class Reports:
         for name, metrics in self._metrics.items():
             books = self._books[name]
             metrics.recorder, metrics.read_bandwidth = books.recorder, bandwidth
+            metrics.int8_macs_s = await asyncio.to_thread(books.int8_macs)
             metrics.is_loaded, metrics.num_loads = books.is_loaded, books.num_loads
         body = exposition(list(self._metrics.values()))
         return Response(body, media_type=CONTENT_TYPE_LATEST)
@@ -119,7 +119,6 @@ class Reports:
         made = {}
         for name, books in self._books.items():
             made[name] = Metrics(books, books.recorder, books.meters, model=name)
-            made[name].int8_macs_s = books.int8_macs
         return made
 
     async def live(self, after_s: str = "0", by: str = "wall", model: str = "") -> Response:
@@ -139,11 +138,11 @@ class Reports:
             "version": __version__,
             "ledger": config.ledger,
             "max_num_seqs": config.max_num_seqs,
-            "num_threads": config.num_threads or default_num_threads()[0],
+            "num_threads": books.num_threads,
             "engine": stats,
             "limits": {
                 "read_bytes_per_s": limit or None,
-                "macs_per_s": books.int8_macs or None,
+                "macs_per_s": await asyncio.to_thread(books.int8_macs) or None,
             },
             "running": [describe(call) for call in running],
         }
@@ -160,9 +159,8 @@ class Reports:
         return self._bandwidth or 0.0
 
     def _measure_bandwidth(self) -> float:
-        config = self._models.first.books.config
-        num_threads = config.num_threads or default_num_threads()[0]
-        return read_bandwidth(num_threads) if config.backend == "native" else 0.0
+        books = self._models.first.books
+        return read_bandwidth(books.num_threads) if books.config.backend == "native" else 0.0
 
     def open(self, call: Call) -> None:
         """A call has begun. Until it is known whose it is, it is the first model's."""

@@ -48,7 +48,7 @@ class Spans:
         unix_ns = time.time_ns() - time.monotonic_ns()  # of the monotonic clock's zero
         parent = self._propagator.extract({"traceparent": call.traceparent})
         span = self._tracer.start_span(
-            f"{call.endpoint} {call.model or self._model}",
+            f"{call.endpoint} {call.asked_model or call.model or self._model}",
             context=parent,
             kind=SpanKind.SERVER,
             start_time=unix_ns + call.begin_ns,
@@ -73,8 +73,8 @@ class Spans:
         wanted = {
             "gen_ai.operation.name": call.endpoint,
             "gen_ai.provider.name": _PROVIDER,
-            "gen_ai.request.model": call.model or self._model,
-            "gen_ai.response.model": call.model or self._model,
+            "gen_ai.request.model": call.asked_model or None,
+            "gen_ai.response.model": call.answering_model or None,
             "gen_ai.response.id": call.id or None,
             "gen_ai.request.max_tokens": call.max_tokens,
             "gen_ai.request.temperature": call.temperature if call.num_choices else None,

@@ -25,6 +25,7 @@ def describe(call: Call) -> dict[str, Any]:
         "request_id": call.request_id or None,
         "began_at": call.began_at,
         "path": call.path,
+        "asked_model": call.asked_model or None,
         "model": call.model or None,
         "stream": call.is_stream,
         "status": call.status or None,

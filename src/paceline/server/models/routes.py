@@ -137,6 +137,8 @@ class ModelRoutes:
         body = await read_body(http)
         # A long one would hold up the streams of others.
         name = _model(body) if is_short(body) else await asyncio.to_thread(_model, body)
+        if (call := http.scope["state"].get(CALL)) is not None:
+            call.asked_for(name)
         return models.find(name) if isinstance(name, str) else models.first
 
 

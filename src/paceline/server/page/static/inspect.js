@@ -161,7 +161,7 @@ function gaps(call) {
   });
   shown.chart = plot(shown.gaps, {
     height: 150,
-    label: "Bars: milliseconds before each token",
+    label: "Bars: milliseconds before each token.",
     scales: { x: { time: false, range: (u, low, high) => [low - 0.5, high + 0.5] }, y: { range: (u, low, high) => [0, high * 1.05] } },
     axes: axes({ x: (v) => v, y: ms }),
     series: [{ label: "token" }, kind("alone, or beside other answers", "--own"), kind("beside others’ prompts", "--others")],

@@ -28,9 +28,9 @@ function tile(name, title, value, note, share) {
   if (!tiles[name]) {
     const box = make("div", byId("tiles"), undefined, "tile");
     make("dt", box, title);
-    tiles[name] = { value: make("dd", box, "–", "value"), note: make("dd", box, "", "note") };
-    if (share !== undefined) tiles[name].meter = make("div", make("dd", box, undefined, "meter"));
+    tiles[name] = { box, value: make("dd", box, "–", "value"), note: make("dd", box, "", "note") };
   }
+  if (share !== undefined) tiles[name].meter ??= make("div", make("dd", tiles[name].box, undefined, "meter"));
   tiles[name].value.textContent = value;
   tiles[name].note.textContent = note;
   if (tiles[name].meter) tiles[name].meter.style.width = 100 * Math.min(share || 0, 1) + "%";
@@ -70,8 +70,9 @@ export function showTiles(reply) {
     const macs = recent("macs_per_s");
     const peak = limits.macs_per_s;
     tile("macs", "Multiply-adds", macs && peak ? percent(macs / peak) : scaled(macs, "/s"),
-      peak ? `${scaled(macs, "MAC/s")} of ${scaled(peak, "MAC/s")} while computing` : "while computing",
-      peak && macs ? macs / peak : undefined);
+      peak ? `${scaled(macs, "MAC/s")} of ${scaled(peak, "MAC/s")} while computing`
+        : `for a share of the machine’s: paceline roofline --threads ${reply.num_threads}, once`,
+      peak ? (macs || 0) / peak : undefined);
   }
 }
 

@@ -38,7 +38,7 @@ export function plot(box, options, data) {
   const { label, series, ...rest } = options;
   const frame = make("div", box, undefined, "plot");
   frame.setAttribute("role", "img");
-  frame.setAttribute("aria-label", label);
+  frame.setAttribute("aria-label", `${label} Shown: ${series.slice(1).map((each) => each.label).join("; ")}.`);
   const chart = new uPlot({
     width: Math.max(frame.clientWidth, 200),
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
@@ -46,6 +46,7 @@ export function plot(box, options, data) {
     ...rest,
     series: series.map(toned),
   }, data, frame);
+  chart.root.setAttribute("aria-hidden", "true"); // its legend is a table, of what a pointer points at
   chart.frame = frame;
   charts.add(chart);
   resized.observe(frame);
