@@ -19,6 +19,7 @@ class CallFacts(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     repeated_tokens: int = 0  # of the prompt, as an earlier one began
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    unstepped_tokens: int = 0  # of the answer: guesses and forced ones, which had no step
     rejected_ms: float = 0.0  # of drafts that were wrong
     began_at: float = 0.0  # seconds; only differences count
 
@@ -39,10 +40,16 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     """One step of the engine."""
 
     num_tokens: int
-    num_decode: int  # tokens of sequences that decode
+    num_decode: int  # rows of sequences that decode, guesses among them
     num_seqs: int
     forward_s: float
     duration_s: float
+    num_guesses: int = 0
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens of prompts, and those that are computed again."""
+        return self.num_tokens - self.num_decode
 
 
 class ServerFacts(Struct, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ class CallRecord(Struct, kw_only=True):
     began_at: float
     repeated_tokens: int = 0
     cached_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
     blame: Blame = field(default_factory=Blame)
 
 
