@@ -8,11 +8,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
 
 from paceline.explain.report import Advice, Bound, Expected, Explanation, explain
 from paceline.explain.situation import situation_of
 from paceline.explain.sources import from_server
 from tests.e2e.live import LiveServer, wait_until
+
+_PATIENCE_S = 300.0  # planted causes are slow, and the machine may have other things to do
+
+
+class PatientServer(LiveServer):
+    """A server whose clients wait for long."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.client.timeout = httpx.Timeout(_PATIENCE_S)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    wait_until(is_so, timeout_s=_PATIENCE_S)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -44,7 +62,7 @@ def huge_prompts_beside_streams(server: LiveServer, num_prompt: int, num_tokens:
     streams = [lambda i=i: ask(server, 8, num_tokens, seed=i) for i in range(3)]
 
     def huge() -> None:
-        wait_until(lambda: server.stats().num_generated_tokens > 15)
+        wait_for(lambda: server.stats().num_generated_tokens > 15)
         for i in range(2):
             ask(server, num_prompt, 1, seed=9 + i)
 
@@ -74,16 +92,16 @@ def read_slowly(server: LiveServer, num_tokens: int) -> None:
         b"Content-Length: %d\r\n\r\n" % len(content) + content
     )
     begin = time.monotonic()
-    wait_until(lambda: server.stats().num_generated_tokens == num_tokens, timeout_s=60)
+    wait_for(lambda: server.stats().num_generated_tokens == num_tokens)
     time.sleep(3 * (time.monotonic() - begin))  # longer than all else together
     while connection.recv(1 << 20):
         pass
     connection.close()
-    wait_until(lambda: server.calls)
+    wait_for(lambda: bool(server.calls))
 
 
 def explained(server: LiveServer) -> Explanation:
-    wait_until(lambda: server.engine.stats().num_running == 0)
+    wait_for(lambda: server.engine.stats().num_running == 0)
     time.sleep(0.1)  # the last call is booked a moment after its last byte
     return explain(situation_of(from_server(f"http://127.0.0.1:{server.port}", 600), None))
 

@@ -11,8 +11,9 @@ import pytest
 from paceline.cpu import default_num_threads
 from paceline.explain.causes import find
 from paceline.explain.sources import from_server
-from tests.e2e.live import LiveServer, wait_until
+from tests.e2e.live import wait_until
 from tests.e2e.planted import (
+    PatientServer,
     ask,
     at_once,
     bound_of,
@@ -51,7 +52,7 @@ def _caches_of_our_own(home, monkeypatch):
 
 
 def test_a_tiny_budget_is_told_by_its_many_small_steps(model):
-    with LiveServer(model, max_batched_tokens=4, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, max_batched_tokens=4, kv_memory_bytes=2**24) as server:
         for i in range(4):
             ask(server, 400, 8, seed=i)
         found = explained(server)
@@ -67,7 +68,7 @@ def test_a_tiny_budget_is_told_by_its_many_small_steps(model):
 def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
     # One block a 16 tokens; the pool holds two of the eight calls.
     token_bytes = 2 * 3 * 64 * 2
-    with LiveServer(model, kv_memory_bytes=700 * token_bytes) as server:
+    with PatientServer(model, kv_memory_bytes=700 * token_bytes) as server:
         at_once(server, 8, 200, 120)
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "KV memory"
@@ -77,7 +78,7 @@ def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
 
 
 def test_one_seat_is_told_by_the_queue_and_the_seats(model):
-    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
         at_once(server, 8, 20, 150)
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "queue"
@@ -87,7 +88,7 @@ def test_one_seat_is_told_by_the_queue_and_the_seats(model):
 
 @pytest.mark.skipif(default_num_threads()[0] < 2, reason="there is one core")
 def test_one_thread_is_told_by_the_cores_that_are_idle(model):
-    with LiveServer(model, num_threads=1, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, num_threads=1, kv_memory_bytes=2**24) as server:
         for i in range(3):
             ask(server, 800, 30, seed=i)
         found = explained(server)
@@ -97,7 +98,7 @@ def test_one_thread_is_told_by_the_cores_that_are_idle(model):
 
 
 def test_a_huge_prompt_beside_streams_is_told_by_what_it_cost_them(model):
-    with LiveServer(model, kv_memory_bytes=2**26) as server:
+    with PatientServer(model, kv_memory_bytes=2**26) as server:
         huge_prompts_beside_streams(server, 6000, 150)
         found = explained(server)
     bound = bound_of(found, "tpot", 50)
@@ -108,7 +109,7 @@ def test_a_huge_prompt_beside_streams_is_told_by_what_it_cost_them(model):
 
 
 def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(model):
-    with LiveServer(model, kv_memory_bytes=2**24, protocol=SmallBuffers) as server:
+    with PatientServer(model, kv_memory_bytes=2**24, protocol=SmallBuffers) as server:
         read_slowly(server, 300)
         found = explained(server)
     assert bound_of(found, "tpot", 50).bound == "slow reader"
@@ -118,7 +119,7 @@ def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(mode
 
 
 def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
-    with LiveServer(model, kv_memory_bytes=2**25, prefix_cache=False) as server:
+    with PatientServer(model, kv_memory_bytes=2**25, prefix_cache=False) as server:
         under_one_system_prompt(server, 1024)
         found = explained(server)
     assert bound_of(found, "ttft", 50).cause == "prefill"
@@ -128,7 +129,7 @@ def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
 
 
 def test_a_prompt_that_was_found_in_the_cache_is_no_repeat(model):
-    with LiveServer(model, kv_memory_bytes=2**25) as server:
+    with PatientServer(model, kv_memory_bytes=2**25) as server:
         under_one_system_prompt(server, 1024)
         found = explained(server)
     assert found.repeated_share < 0.05
@@ -136,7 +137,7 @@ def test_a_prompt_that_was_found_in_the_cache_is_no_repeat(model):
 
 
 def test_what_differs_in_its_first_tokens_is_no_repeat(model):
-    with LiveServer(model, kv_memory_bytes=2**25) as server:
+    with PatientServer(model, kv_memory_bytes=2**25) as server:
         for i in range(3):
             server.complete([40 + i, *prompt(600)], max_tokens=2, temperature=0)
         found = explained(server)
@@ -151,7 +152,7 @@ def test_what_differs_in_its_first_tokens_is_no_repeat(model):
 def trace(model, tmp_path_factory):
     """What a server with one seat did, saved by `paceline trace`."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
         at_once(server, 4, 20, 400)
         explained(server)
         done = paceline("trace", f"localhost:{server.port}", "-o", str(path))
@@ -227,7 +228,7 @@ def test_what_cannot_be_explained_is_refused(arguments, message, trace, model, s
 
 
 def test_a_server_without_calls_has_nothing_to_explain(model):
-    with LiveServer(model, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, kv_memory_bytes=2**24) as server:
         done = paceline("explain", f"localhost:{server.port}")
     assert done.returncode == 1
     assert "no answered call" in done.stderr
@@ -237,7 +238,7 @@ def test_an_access_log_is_explained_without_levers(model, tmp_path):
     from paceline.server.access_log import AccessLog
 
     path = tmp_path / "calls.jsonl"
-    with LiveServer(model, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, kv_memory_bytes=2**24) as server:
         ask(server, 50, 8)
         wait_until(lambda: server.calls)
         log = AccessLog(str(path))
@@ -257,7 +258,7 @@ def test_what_a_bench_wrote_is_explained(model, tmp_path, form):
     path = tmp_path / "bench"
     arguments = ["--concurrency", "4", "--requests", "12", "--server-timings", "--workload",
                  "synthetic:input=2,output=40", "--endpoint", "completions"]  # fmt: skip
-    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
         arguments += ["--target", f"localhost:{server.port}"]
         arguments += ["--log", str(path)] if form == "--log" else ["--json"]
         done = paceline("bench", *arguments)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.cpu import default_num_threads
-from tests.e2e.live import LiveServer
 from tests.e2e.planted import (
+    PatientServer,
     ask,
     at_once,
     bound_of,
@@ -33,7 +33,7 @@ def path(real_model):
 
 
 def test_a_tiny_budget_is_told_by_its_many_small_steps(path):
-    with LiveServer(path, max_batched_tokens=4, kv_memory_bytes=64 * 2**20) as server:
+    with PatientServer(path, max_batched_tokens=4, kv_memory_bytes=64 * 2**20) as server:
         for i in range(4):
             ask(server, 200, 4, seed=i)
         found = explained(server)
@@ -47,7 +47,7 @@ def test_a_tiny_budget_is_told_by_its_many_small_steps(path):
 
 
 def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(path):
-    with LiveServer(path, kv_memory_bytes=400 * TOKEN_BYTES) as server:
+    with PatientServer(path, kv_memory_bytes=400 * TOKEN_BYTES) as server:
         at_once(server, 8, 100, 60)  # the pool holds two of them
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "KV memory"
@@ -57,7 +57,7 @@ def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(path):
 
 
 def test_one_seat_is_told_by_the_queue_and_the_seats(path):
-    with LiveServer(path, max_num_seqs=1, kv_memory_bytes=64 * 2**20) as server:
+    with PatientServer(path, max_num_seqs=1, kv_memory_bytes=64 * 2**20) as server:
         at_once(server, 8, 20, 50)
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "queue"
@@ -68,7 +68,7 @@ def test_one_seat_is_told_by_the_queue_and_the_seats(path):
 
 @pytest.mark.skipif(default_num_threads()[0] < 2, reason="there is one core")
 def test_one_thread_is_told_by_the_cores_that_are_idle(path):
-    with LiveServer(path, num_threads=1, kv_memory_bytes=64 * 2**20) as server:
+    with PatientServer(path, num_threads=1, kv_memory_bytes=64 * 2**20) as server:
         for i in range(3):
             ask(server, 300, 30, seed=i)
         found = explained(server)
@@ -80,8 +80,8 @@ def test_one_thread_is_told_by_the_cores_that_are_idle(path):
 
 
 def test_a_huge_prompt_beside_streams_is_told_by_what_it_cost_them(path):
-    with LiveServer(path, kv_memory_bytes=128 * 2**20) as server:
-        huge_prompts_beside_streams(server, 1800, 60)
+    with PatientServer(path, kv_memory_bytes=128 * 2**20) as server:
+        huge_prompts_beside_streams(server, 1200, 40)
         found = explained(server)
     bound = bound_of(found, "tpot", 50)
     assert (bound.bound, bound.cause) == ("interference", "others_prefill")
@@ -90,7 +90,7 @@ def test_a_huge_prompt_beside_streams_is_told_by_what_it_cost_them(path):
 
 
 def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(path):
-    with LiveServer(path, kv_memory_bytes=64 * 2**20, protocol=SmallBuffers) as server:
+    with PatientServer(path, kv_memory_bytes=64 * 2**20, protocol=SmallBuffers) as server:
         read_slowly(server, 150)
         found = explained(server)
     assert bound_of(found, "tpot", 50).bound == "slow reader"
@@ -100,7 +100,7 @@ def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(path
 
 
 def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(path):
-    with LiveServer(path, kv_memory_bytes=64 * 2**20, prefix_cache=False) as server:
+    with PatientServer(path, kv_memory_bytes=64 * 2**20, prefix_cache=False) as server:
         under_one_system_prompt(server, 512)
         found = explained(server)
     assert bound_of(found, "ttft", 50).cause == "prefill"
@@ -111,7 +111,7 @@ def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(path):
 
 
 def test_a_server_that_lacks_nothing_is_advised_no_option(path):
-    with LiveServer(path, kv_memory_bytes=64 * 2**20) as server:
+    with PatientServer(path, kv_memory_bytes=64 * 2**20) as server:
         for i in range(3):
             ask(server, 100, 30, seed=i)
         found = explained(server)
