@@ -33,13 +33,13 @@ def path(real_model):
 
 
 def test_a_tiny_budget_is_told_by_its_many_small_steps(path):
-    with PatientServer(path, max_batched_tokens=4, kv_memory_bytes=64 * 2**20) as server:
+    with PatientServer(path, max_batched_tokens=2, kv_memory_bytes=64 * 2**20) as server:
         for i in range(4):
-            ask(server, 200, 4, seed=i)
+            ask(server, 100, 4, seed=i)
         found = explained(server)
     first = found.advice[0]
     assert first.change == {"--max-batched-tokens": "512"}
-    assert "4 tokens a step" in first.why
+    assert "2 tokens a step" in first.why
     assert bound_of(found, "ttft", 50).cause == "prefill"
     assert bound_of(found, "ttft", 50).bound == "bandwidth"
     effect = expected_of(first, "ttft", 50)

@@ -456,6 +456,19 @@ def test_no_answered_call_is_an_error_with_the_remedy():
         situation_of(Facts(source="x", calls=(), num_failed=3), None)
 
 
+def test_a_server_of_another_version_is_explained_as_far_as_this_one_knows_it():
+    seated = situation(*queued(num_tokens=31), steps=ONE_SEQ, max_num_seqs=1, policy="edf:x=1")
+    found = explain(seated)
+    assert found.bounds[1].bound == "queue"
+    assert found.bounds[1].model_ms is None  # what the policy does is not known
+    assert found.advice == ()
+
+
+def test_a_call_that_took_no_time_is_explained(capsys):
+    print_explanation(explain(situation(replace(call({}, {}), ttft_ms=0.0, wall_ms=0.0))))
+    assert "TTFT p50 is 0.00 ms" in capsys.readouterr().out
+
+
 # ---- sources and plans ----
 
 
@@ -593,6 +606,10 @@ def test_an_option_that_a_file_has_no_use_for_is_refused_by_name(tmp_path, optio
         '{"traceEvents": [{"ph": 5}], "otherData": 5}',
         '{"traceEvents": [{"args": {"parts_ms": {}, "outcome": "ok"}}]}',
         '{"traceEvents": [{"args": {"forward_ms": 1, "tokens": [], "num_seqs": 1}}]}',
+        '{"traceEvents": [{"args": {"forward_ms": 1, "tokens": {"decode": -1}, "num_seqs": 1}}]}',
+        json.dumps(
+            {"traceEvents": [], "otherData": {"paceline": {**as_dict(SERVER), "block_size": 0}}}
+        ),
         '{"stages": [5], "version": 1}',
         '{"stages": [{"requests": {"measured": 1, "ok": "x"}}]}',
         '{"type": "request", "outcome": "ok", "server_ms": 5, "ttft_ms": "x"}',

@@ -120,6 +120,13 @@ def test_a_call_that_no_memory_holds_is_not_predicted():
     assert simulate([asked(100, 2)], replace(SERVER, num_blocks=4), Line()) is None
 
 
+def test_a_pool_of_any_size_is_simulated():
+    huge, costs = Line(), Line()
+    simulate(LOAD, replace(SERVER, num_blocks=10**12), huge)
+    simulate(LOAD, replace(SERVER, num_blocks=1000), costs)
+    assert huge.steps == costs.steps
+
+
 def test_a_bound_on_steps_is_kept_by_the_policy_itself():
     stream, prompt = asked(8, 40), asked(200, 1, at_s=0.2)
     free, bound = Line(), Line()

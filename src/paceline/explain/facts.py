@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
 
 Parts = dict[str, float]  # milliseconds by part of the ledger
+Some = Annotated[int, Meta(ge=1)]  # none of it would be no server
 
 
 class CallFacts(Struct, frozen=True, kw_only=True):
@@ -57,17 +60,17 @@ class ServerFacts(Struct, frozen=True, kw_only=True):
 
     model: str
     isa: str
-    num_threads: int
-    machine_threads: int  # that its CPU mask and quota allow
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
+    num_threads: Some
+    machine_threads: Some  # that its CPU mask and quota allow
+    max_num_seqs: Some
+    max_batched_tokens: Some
+    max_model_len: Some
+    block_size: Some
+    num_blocks: Some
     kv_dtype: str
-    kv_token_bytes: int
-    weight_bytes: int
-    num_parameters: int
+    kv_token_bytes: Some
+    weight_bytes: Some
+    num_parameters: Some
     policy: str
     prefix_cache: bool = True
     activations: str = "q8"

@@ -14,15 +14,17 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence
+from paceline.errors import ParameterError
 from paceline.explain.causes import Metric
 from paceline.explain.facts import ServerFacts
 from paceline.explain.load import Asked
-from paceline.policies.base import load_policy
+from paceline.policies.base import Policy, load_policy
 from paceline.types import Request, SamplingParams
 
 _SHARED = 0  # the token of the beginning that prompts share; call i has i + 1
@@ -48,9 +50,23 @@ class Outcomes(Struct, frozen=True, kw_only=True):
 
 
 def simulate(load: Seq[Asked], server: ServerFacts, costs: Costs) -> Outcomes | None:
-    """Return what a server like this makes of the load; None where its memory holds a call not."""
-    run = _Run(load, server, costs)
-    return run.outcomes() if run.finish() else None
+    """Return what a server like this makes of the load.
+
+    None where its memory cannot hold a call, or this build does not have its policy.
+    """
+    size = server.block_size
+    blocks = [-(-(asked.num_prompt + asked.num_steps) // size) for asked in load]
+    if max(blocks, default=0) > server.num_blocks:
+        return None
+    try:
+        policy = load_policy(server.policy)
+    except ParameterError:
+        return None
+    # More than all calls together never matters, and a recording can tell of any pool.
+    server = replace(server, num_blocks=min(server.num_blocks, sum(blocks)))
+    run = _Run(load, server, policy, costs)
+    run.finish()
+    return run.outcomes()
 
 
 class _Silent:
@@ -70,12 +86,12 @@ _SILENT = _Silent()
 
 
 class _Run:
-    def __init__(self, load: Seq[Asked], server: ServerFacts, costs: Costs) -> None:
+    def __init__(self, load: Seq[Asked], server: ServerFacts, policy: Policy, costs: Costs) -> None:
         self._load, self._costs = load, costs
         pool = BlockPool(server.num_blocks)
         size = server.block_size
         self._scheduler = Scheduler(
-            policy=load_policy(server.policy),
+            policy=policy,
             pool=pool,
             block_size=size,
             max_num_seqs=server.max_num_seqs,
@@ -95,19 +111,16 @@ class _Run:
             else:
                 self._followers[asked.after].append(i)
 
-    def finish(self) -> bool:
-        """Run all of the load; return False if a call can never run."""
+    def finish(self) -> None:
+        """Run all of the load."""
         while self._due or self._scheduler.has_work:
             while self._due and self._due[0][0] <= self._now_s:
                 self._come(*heapq.heappop(self._due))
             schedule = self._scheduler.schedule(round(self._now_s * 1e9))
             if schedule.chunks:
                 self._step(schedule)
-            elif self._due:
-                self._now_s = self._due[0][0]
             else:
-                return False
-        return True
+                self._now_s = self._due[0][0]  # nobody is here: go on to the next who comes
 
     def outcomes(self) -> Outcomes:
         ttft, tpot = [], []
