@@ -189,6 +189,17 @@ def test_a_stall_bends_the_line_little():
     assert fit_steps(stalled).base_s == pytest.approx(0.010, rel=0.1)
 
 
+def test_what_is_simulated_takes_as_long_as_what_ran():
+    # Every fourth step of one row stalls: the median does not see it, and those that queue do.
+    rows = [StepFacts(num_tokens=1, num_decode=1, num_seqs=1, forward_s=0, duration_s=s)
+            for s in (0.011, 0.011, 0.011, 0.099)]  # fmt: skip
+    steps = [*STEPS, *rows * 3]
+    found = situation(call({"prefill": 110}, {"decode": 110}), steps=tuple(steps)).steps
+    total = sum(found.seconds(step.num_decode, step.num_prefill) for step in steps)
+    assert total == pytest.approx(sum(step.duration_s for step in steps))
+    assert fit_steps(steps).seconds(1, 0) == pytest.approx(0.011, rel=0.1)
+
+
 def test_steps_of_one_size_tell_no_line():
     assert fit_steps(STEPS[:2]) is None
     assert fit_steps(()) is None

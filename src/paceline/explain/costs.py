@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.config import EngineConfig
 from paceline.cpu import default_num_threads
@@ -49,6 +50,21 @@ class StepCosts(Struct, frozen=True, kw_only=True):
         if self.table is None:
             return self.base_s + num_prefill * self.token_s + rows * self.row_s
         return self.scale * table_seconds(self.table, rows, num_prefill)
+
+    def as_long_as(self, steps: Sequence[StepFacts]) -> StepCosts:
+        """Return the same costs, made dearer or cheaper alike so that all these steps take as long
+        as they did: medians leave out the stalls of a busy machine, and who queues does not.
+        """
+        plain_s = sum(
+            self.seconds(step.num_decode / self.rows_per_seq, step.num_prefill) for step in steps
+        )
+        if not plain_s:
+            return self
+        factor = sum(step.duration_s for step in steps) / plain_s
+        return replace(
+            self, base_s=factor * self.base_s, token_s=factor * self.token_s,
+            row_s=factor * self.row_s, scale=factor * self.scale,
+        )  # fmt: skip
 
 
 def table_seconds(table: StepTable, num_rows: float, num_prefill: int) -> float:

@@ -83,5 +83,7 @@ def situation_of(facts: Facts, machine: Machine | None) -> Situation:
         steps: StepCosts | None = scaled_costs(machine.table, facts.steps)
     else:
         steps = fit_steps(facts.steps)
+    if steps is not None:
+        steps = steps.as_long_as(facts.steps)
     found = Situation(facts=facts, findings=findings(facts), steps=steps, machine=machine)
     return found if facts.server is None else replace(found, simulated=found.simulate(facts.server))
