@@ -360,7 +360,7 @@ def test_a_known_cost_spares_the_first_draft_where_rows_are_too_dear() -> None:
     lengths = []
     for pace in (Goodput(known), Goodput()):
         pace.observe(num_rows=1, num_drafted=0, num_accepted=0, num_prefill=0, seconds=cost(1),
-                     draft_s=0.0, setup_s=0.0)  # fmt: skip
+                     draft_s=0.0, setup_s=0.0, look_s=0.0)  # fmt: skip
         lengths += lengths_of(pace, [[0.9] * 15], 1, 0)
     assert lengths == [0, 1]
 
