@@ -97,7 +97,8 @@ def fit_steps(steps: Sequence[StepFacts]) -> StepCosts | None:
 
     Through the medians of the sizes, so that a stall bends it little, by the least relative
     error: small steps, the ones whose base counts, are fitted as well as large ones. Rows that
-    decode have a cost of their own where steps without a prompt have several sizes.
+    decode have a cost of their own where steps without a prompt have three sizes: between one row
+    and two lies little but noise.
     """
     by_size: dict[tuple[int, int], list[StepFacts]] = defaultdict(list)
     for step in steps:
@@ -111,7 +112,7 @@ def fit_steps(steps: Sequence[StepFacts]) -> StepCosts | None:
         seconds = statistics.median(step.duration_s for step in size)
         rows.append((1.0, prefill, decode))
         weights.append(math.sqrt(len(size)) / max(seconds, 1e-9))
-    counts = np.array(rows) if sum(not p for _, p in by_size) > 1 else _as_tokens(rows)
+    counts = np.array(rows) if sum(not p for _, p in by_size) > 2 else _as_tokens(rows)
     weight = np.array(weights)
     wanted = np.array([math.sqrt(len(size)) for size in by_size.values()])
     base_s, token_s, *row_s = _least_squares(counts * weight[:, None], wanted)
