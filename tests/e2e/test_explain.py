@@ -5,18 +5,26 @@ the ledgers, so that a busy machine makes everything longer and changes no answe
 """
 
 import json
-import random
-import socket
-import threading
-import time
 
 import pytest
 
 from paceline.cpu import default_num_threads
 from paceline.explain.causes import find
-from paceline.explain.report import explain, situation_of
 from paceline.explain.sources import from_server
-from tests.e2e.live import LiveServer, wait_until
+from tests.e2e.live import wait_until
+from tests.e2e.planted import (
+    PatientServer,
+    ask,
+    at_once,
+    bound_of,
+    expected_of,
+    explained,
+    huge_prompts_beside_streams,
+    lowers,
+    prompt,
+    read_slowly,
+    under_one_system_prompt,
+)
 from tests.e2e.test_cli import paceline
 from tests.e2e.test_ledger import SmallBuffers
 from tests.tiny import random_model, write_gguf
@@ -43,44 +51,8 @@ def _caches_of_our_own(home, monkeypatch):
     monkeypatch.setenv("PACELINE_HOME", str(home))
 
 
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(32, 250) for _ in range(num_tokens)]
-
-
-def ask(server: LiveServer, num_prompt: int, num_tokens: int, seed: int = 0) -> None:
-    body = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
-    server.complete(prompt(num_prompt, seed), **body)
-
-
-def together(*jobs) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def explained(server: LiveServer):
-    wait_until(lambda: server.engine.stats().num_running == 0)
-    time.sleep(0.1)  # the last call is booked a moment after its last byte
-    return explain(situation_of(from_server(f"http://127.0.0.1:{server.port}", 600), None))
-
-
-def bound_of(explanation, metric: str, percentile: int):
-    return next(
-        b for b in explanation.bounds if (b.metric, b.percentile) == (metric, percentile)
-    )  # fmt: skip
-
-
-def expected_of(advice, metric: str, percentile: int):
-    return next(
-        e for e in advice.expected if (e.metric, e.percentile) == (metric, percentile)
-    )  # fmt: skip
-
-
 def test_a_tiny_budget_is_told_by_its_many_small_steps(model):
-    with LiveServer(model, max_batched_tokens=4, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, max_batched_tokens=4, kv_memory_bytes=2**24) as server:
         for i in range(4):
             ask(server, 400, 8, seed=i)
         found = explained(server)
@@ -96,8 +68,8 @@ def test_a_tiny_budget_is_told_by_its_many_small_steps(model):
 def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
     # One block a 16 tokens; the pool holds two of the eight calls.
     token_bytes = 2 * 3 * 64 * 2
-    with LiveServer(model, kv_memory_bytes=700 * token_bytes) as server:
-        together(*(lambda i=i: ask(server, 200, 120, seed=i) for i in range(8)))
+    with PatientServer(model, kv_memory_bytes=700 * token_bytes) as server:
+        at_once(server, 8, 200, 120)
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "KV memory"
     assert found.advice[0].lever == "kv-memory"
@@ -106,8 +78,8 @@ def test_a_tiny_kv_pool_is_told_by_the_waits_for_memory(model):
 
 
 def test_one_seat_is_told_by_the_queue_and_the_seats(model):
-    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
-        together(*(lambda i=i: ask(server, 20, 150, seed=i) for i in range(8)))
+    with PatientServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+        at_once(server, 8, 20, 150)
         found = explained(server)
     assert bound_of(found, "ttft", 99).bound == "queue"
     assert found.advice[0].lever == "max-num-seqs"
@@ -116,7 +88,7 @@ def test_one_seat_is_told_by_the_queue_and_the_seats(model):
 
 @pytest.mark.skipif(default_num_threads()[0] < 2, reason="there is one core")
 def test_one_thread_is_told_by_the_cores_that_are_idle(model):
-    with LiveServer(model, num_threads=1, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, num_threads=1, kv_memory_bytes=2**24) as server:
         for i in range(3):
             ask(server, 800, 30, seed=i)
         found = explained(server)
@@ -126,46 +98,19 @@ def test_one_thread_is_told_by_the_cores_that_are_idle(model):
 
 
 def test_a_huge_prompt_beside_streams_is_told_by_what_it_cost_them(model):
-    with LiveServer(model, kv_memory_bytes=2**26) as server:
-        streams = [lambda i=i: ask(server, 8, 150, seed=i) for i in range(3)]
-
-        def huge() -> None:
-            wait_until(lambda: server.stats().num_generated_tokens > 15)
-            for i in range(2):
-                ask(server, 6000, 1, seed=9 + i)
-
-        together(*streams, huge)
+    with PatientServer(model, kv_memory_bytes=2**26) as server:
+        huge_prompts_beside_streams(server, 6000, 150)
         found = explained(server)
     bound = bound_of(found, "tpot", 50)
     assert (bound.bound, bound.cause) == ("interference", "others_prefill")
-    first = next(advice for advice in found.advice if expected_for(advice, "tpot"))
+    first = next(advice for advice in found.advice if lowers(advice, "tpot"))
     assert first.lever == "policy"
     assert first.change["--policy"].startswith("slo:step_ms=")
 
 
-def expected_for(advice, metric: str) -> bool:
-    return any(e.metric == metric and e.after_ms < e.before_ms for e in advice.expected)
-
-
 def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(model):
-    with LiveServer(model, kv_memory_bytes=2**24, protocol=SmallBuffers) as server:
-        body = {"model": server.name, "prompt": prompt(8), "stream": True, "max_tokens": 300,
-                "logprobs": 20, "ignore_eos": True}  # fmt: skip
-        content = json.dumps(body).encode()
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", server.port))
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(content) + content
-        )
-        begin = time.monotonic()
-        wait_until(lambda: server.stats().num_generated_tokens == 300, timeout_s=60)
-        time.sleep(3 * (time.monotonic() - begin))  # longer than all else together
-        while connection.recv(1 << 20):
-            pass
-        connection.close()
-        wait_until(lambda: server.calls)
+    with PatientServer(model, kv_memory_bytes=2**24, protocol=SmallBuffers) as server:
+        read_slowly(server, 300)
         found = explained(server)
     assert bound_of(found, "tpot", 50).bound == "slow reader"
     assert any("read slowly" in note for note in found.notes)
@@ -173,16 +118,9 @@ def test_a_slow_reader_is_told_by_the_sending_and_nothing_is_advised_for_it(mode
     assert all(e.after_ms > 0.5 * e.before_ms for e in moved)
 
 
-def ask_under_one_system_prompt(server: LiveServer) -> None:
-    shared = prompt(1024, seed=77)
-    for i in range(5):
-        body = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
-        server.complete(shared + prompt(40, seed=i), **body)
-
-
 def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
-    with LiveServer(model, kv_memory_bytes=2**25, prefix_cache=False) as server:
-        ask_under_one_system_prompt(server)
+    with PatientServer(model, kv_memory_bytes=2**25, prefix_cache=False) as server:
+        under_one_system_prompt(server, 1024)
         found = explained(server)
     assert bound_of(found, "ttft", 50).cause == "prefill"
     assert found.repeated_share == pytest.approx(4 * 1024 / (5 * 1064))
@@ -191,15 +129,15 @@ def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
 
 
 def test_a_prompt_that_was_found_in_the_cache_is_no_repeat(model):
-    with LiveServer(model, kv_memory_bytes=2**25) as server:
-        ask_under_one_system_prompt(server)
+    with PatientServer(model, kv_memory_bytes=2**25) as server:
+        under_one_system_prompt(server, 1024)
         found = explained(server)
     assert found.repeated_share < 0.05
     assert all(advice.lever != "prefix-cache" for advice in found.advice)
 
 
 def test_what_differs_in_its_first_tokens_is_no_repeat(model):
-    with LiveServer(model, kv_memory_bytes=2**25) as server:
+    with PatientServer(model, kv_memory_bytes=2**25) as server:
         for i in range(3):
             server.complete([40 + i, *prompt(600)], max_tokens=2, temperature=0)
         found = explained(server)
@@ -214,8 +152,8 @@ def test_what_differs_in_its_first_tokens_is_no_repeat(model):
 def trace(model, tmp_path_factory):
     """What a server with one seat did, saved by `paceline trace`."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
-        together(*(lambda i=i: ask(server, 20, 400, seed=i) for i in range(4)))
+    with PatientServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+        at_once(server, 4, 20, 400)
         explained(server)
         done = paceline("trace", f"localhost:{server.port}", "-o", str(path))
         assert done.returncode == 0, done.stderr
@@ -290,7 +228,7 @@ def test_what_cannot_be_explained_is_refused(arguments, message, trace, model, s
 
 
 def test_a_server_without_calls_has_nothing_to_explain(model):
-    with LiveServer(model, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, kv_memory_bytes=2**24) as server:
         done = paceline("explain", f"localhost:{server.port}")
     assert done.returncode == 1
     assert "no answered call" in done.stderr
@@ -300,7 +238,7 @@ def test_an_access_log_is_explained_without_levers(model, tmp_path):
     from paceline.server.access_log import AccessLog
 
     path = tmp_path / "calls.jsonl"
-    with LiveServer(model, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, kv_memory_bytes=2**24) as server:
         ask(server, 50, 8)
         wait_until(lambda: server.calls)
         log = AccessLog(str(path))
@@ -320,7 +258,7 @@ def test_what_a_bench_wrote_is_explained(model, tmp_path, form):
     path = tmp_path / "bench"
     arguments = ["--concurrency", "4", "--requests", "12", "--server-timings", "--workload",
                  "synthetic:input=2,output=40", "--endpoint", "completions"]  # fmt: skip
-    with LiveServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
+    with PatientServer(model, max_num_seqs=1, kv_memory_bytes=2**24) as server:
         arguments += ["--target", f"localhost:{server.port}"]
         arguments += ["--log", str(path)] if form == "--log" else ["--json"]
         done = paceline("bench", *arguments)

@@ -340,3 +340,32 @@ def test_acceptance_leans_on_the_fallback_and_forgets() -> None:
     for _ in range(30):
         acceptance.observe(0, False)
     assert acceptance.chance(0) < 0.15
+
+
+def test_costs_that_were_measured_before_tell_how_sizes_compare_from_the_first_step_on() -> None:
+    cost = RowCost([(1, 0.010), (4, 0.012), (8, 0.030)])
+    assert not cost.is_known
+    cost.observe(1, 0.020)  # the same machine with Python around the step, or a busier one
+    assert cost.seconds(1) == pytest.approx(0.020)
+    assert cost.seconds(4) == pytest.approx(0.024)
+    assert cost.seconds(8) == pytest.approx(0.060)
+    assert cost.at_most(4) == pytest.approx(0.080)  # it has not run: four times one row
+    cost.observe(4, 0.050)
+    assert cost.seconds(4) == cost.at_most(4) == pytest.approx(0.050)
+
+
+def test_a_known_cost_spares_the_first_draft_where_rows_are_too_dear() -> None:
+    cost = machine(0.05, 1.0)
+    known = [(n, cost(n)) for n in (1, 2, 4, 8, 16)]
+    lengths = []
+    for pace in (Goodput(known), Goodput()):
+        pace.observe(num_rows=1, num_drafted=0, num_accepted=0, num_prefill=0, seconds=cost(1),
+                     draft_s=0.0, setup_s=0.0, look_s=0.0)  # fmt: skip
+        lengths += lengths_of(pace, [[0.9] * 15], 1, 0)
+    assert lengths == [0, 1]
+
+
+@pytest.mark.parametrize("slope", [0.3, 1.0])
+def test_costs_that_are_wrong_lose_no_more_than_none(slope: float) -> None:
+    known = [(n, machine(0.05, 0.01)(n)) for n in (1, 2, 4, 8, 16)]
+    assert speed_up(Goodput(known), machine(0.05, slope), 0.2, believed=0.95) > 0.98

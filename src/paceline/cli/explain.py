@@ -23,10 +23,11 @@ _LAST_S, _CONCURRENCY, _ROUNDS = 300.0, 8, 2
 _FILE_SUFFIXES = frozenset({".json", ".jsonl", ".log", ".csv", ".txt", ".gz"})
 
 if TYPE_CHECKING:
-    from paceline.explain.costs import Machine, Situation
+    from paceline.explain.costs import Machine
     from paceline.explain.facts import Facts
     from paceline.explain.replay import Planned
     from paceline.explain.report import Explanation
+    from paceline.explain.situation import Situation
     from paceline.explain.verify import Verification
     from paceline.weights.checkpoint import Checkpoint
 
@@ -152,7 +153,7 @@ def find(
     from paceline.cli.loading import find_model
     from paceline.explain import sources
     from paceline.explain.costs import this_machine_with
-    from paceline.explain.report import situation_of
+    from paceline.explain.situation import situation_of
     from paceline.remote import base_address
     from paceline.weights.checkpoint import open_checkpoint
 
@@ -287,7 +288,7 @@ def check(
 ) -> Verification | None:
     """Verify the first advice that an option can follow; None where there is none."""
     from paceline.cli.loading import find_model
-    from paceline.explain.levers import options_of
+    from paceline.explain.levers import LEVERS, options_of
     from paceline.explain.replay import plan_of_run
     from paceline.explain.verify import verify
 
@@ -296,9 +297,11 @@ def check(
     first = next((advice for advice in explanation.advice if advice.change), None)
     if first is None or situation.server is None:
         return None
+    proposal = LEVERS[first.lever](situation)
+    assert proposal is not None
     return verify(
         first.lever,
-        first.change,
+        proposal,
         planned or plan_of_run(situation.facts),
         model=find_model(model),
         options=options_of(situation.server),

@@ -113,7 +113,7 @@ def _sentences(found: Explanation) -> Iterator[str]:
 
 
 def _sentence(bound: Bound) -> str:
-    share = bound.causes[bound.cause] / bound.value_ms if bound.value_ms else 0.0
+    share = bound.causes.get(bound.cause, 0.0) / bound.value_ms if bound.value_ms else 0.0
     floor = ""
     if bound.floor_ms is not None:
         floor = f"; alone on this machine it could be {_ms(bound.floor_ms)} ms"

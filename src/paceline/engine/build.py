@@ -193,6 +193,7 @@ def load_model(
     proposer = None
     if speculation is not None:
         proposer = _new_proposer(speculation, draft, num_draft_blocks, tokenizer)
+    from paceline.engine.known_costs import known_costs
     from paceline.structured.grammars import Grammars
 
     if recorder is None and config.ledger:
@@ -208,6 +209,7 @@ def load_model(
         eos_ids=checkpoint.generation.eos_ids,
         recorder=recorder,
         proposer=proposer,
+        costs=known_costs(path, resolved),
         identity=_kv_identity(checkpoint, config, isa),
         turns=turns,
     )

@@ -15,6 +15,7 @@ from paceline.engine.block_pool import BlockPool
 from paceline.engine.checks import check_books, check_grammar, check_ids, check_length, check_pin
 from paceline.engine.choices import ChoiceMaker, Tokenizer
 from paceline.engine.chooser import Chooser
+from paceline.engine.known_costs import KnownCosts
 from paceline.engine.live import Live, LiveRequests, Sink
 from paceline.engine.masks import Masks
 from paceline.engine.pins import Unpin
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
+_NO_COSTS = KnownCosts()
 
 
 class Engine:
@@ -61,6 +63,7 @@ class Engine:
         recorder: Recorder | None = None,
         proposer: Proposer | None = None,
         pace: Pace | None = None,
+        costs: KnownCosts = _NO_COSTS,
         clock: Callable[[], int] = time.monotonic_ns,
         identity: str = "",
         turns: AbstractContextManager[int] | None = None,
@@ -85,6 +88,8 @@ class Engine:
             max_tokens=config.max_batched_tokens,
             cache=self._cache,
         )
+        for num_tokens, seconds in costs.prefill:
+            self._scheduler.policy.observe(num_tokens, seconds)
         limits = step_limits(config, max_model_len, num_blocks)
         self._builder = StepBuilder(limits, config.block_size)
         sampler = Sampler(self._vocab_size, sorted(known_eos_ids), tokenizer)
@@ -100,7 +105,9 @@ class Engine:
         if proposer is not None:
             from paceline.engine.speculation.speculator import create_speculator
 
-            self._speculator = create_speculator(proposer, pace, self._draft_rows(), clock)
+            self._speculator = create_speculator(
+                proposer, pace, self._draft_rows(), clock, costs.verify
+            )
         self._forcing: Forcing | None = None  # from the first structure on
         self._requests = LiveRequests(
             recorder=self._recorder,

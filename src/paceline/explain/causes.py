@@ -59,7 +59,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     @property
     def main(self) -> str:
-        return next(iter(self.causes))
+        return next(iter(self.causes), "overhead")
 
     def share(self, cause: str) -> float:
         return self.causes.get(cause, 0.0) / self.value_ms if self.value_ms else 0.0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.config import EngineConfig
 from paceline.cpu import default_num_threads
 from paceline.errors import ParameterError
 from paceline.explain.causes import Finding
-from paceline.explain.facts import Facts, ServerFacts, StepFacts
+from paceline.explain.facts import ServerFacts, StepFacts
 from paceline.measure.ceilings import Ceilings, MachineCeilings, find_ceilings
 from paceline.measure.floors import ModelCosts, chunk_work, decode_work, floor_s, model_costs
 from paceline.measure.step_table import StepTable, read_step_table
@@ -25,75 +30,125 @@ _MANY = 256  # tokens of a step whose cost is nearly all theirs
 
 
 class StepCosts(Struct, frozen=True, kw_only=True):
-    """A step of n tokens takes about `base_s + n * token_s`, its Python included.
+    """A step takes about `base_s`, `token_s` a token of a prompt and `row_s` a row that decodes.
 
-    With a table of the model on this machine, its costs times `scale` instead: a line through the
-    steps that ran says little of steps of another size.
+    Its Python is included. With a table of the model on this machine, its costs times `scale`
+    instead: lines through the steps that ran say little of steps of another size. Where guesses
+    are checked a sequence that decodes has `rows_per_seq` rows.
     """
 
     base_s: float
     token_s: float
+    row_s: float
+    rows_per_seq: float = 1.0
     table: StepTable | None = None
     scale: float = 1.0
 
-    def step_s(self, num_seqs: float) -> float:
-        """Return the cost of a step in which so many sequences decode."""
+    def seconds(self, num_decode: float, num_prefill: int) -> float:
+        """Return the cost of a step: of so many sequences that decode, tokens of one prompt."""
+        rows = num_decode * self.rows_per_seq
         if self.table is None:
-            return self.base_s + num_seqs * self.token_s
-        return self.scale * self.table.seconds(round(num_seqs), kind="decode")
+            return self.base_s + num_prefill * self.token_s + rows * self.row_s
+        return self.scale * table_seconds(self.table, rows, num_prefill)
 
-    def chunk_s(self, num_tokens: int) -> float:
-        """Return the cost of a step with so many tokens of one prompt."""
-        if self.table is None:
-            return self.base_s + num_tokens * self.token_s
-        return self.scale * self.table.seconds(num_tokens)
+    def as_long_as(self, steps: Sequence[StepFacts]) -> StepCosts:
+        """Return the same costs, made dearer or cheaper alike so that all these steps take as long
+        as they did: medians leave out the stalls of a busy machine, and who queues does not.
+        """
+        plain_s = sum(
+            self.seconds(step.num_decode / self.rows_per_seq, step.num_prefill) for step in steps
+        )
+        if not plain_s:
+            return self
+        factor = sum(step.duration_s for step in steps) / plain_s
+        return replace(
+            self, base_s=factor * self.base_s, token_s=factor * self.token_s,
+            row_s=factor * self.row_s, scale=factor * self.scale,
+        )  # fmt: skip
 
-    def prefill_s(self, num_tokens: float, chunk: int) -> float:
-        """Return the cost of a prompt that is computed in chunks of so many tokens."""
-        if self.table is not None:
-            return self.scale * self.table.prefill_s(max(round(num_tokens), 1), chunk=chunk)
-        num_steps = max(num_tokens / chunk, 1.0)
-        return num_steps * self.base_s + num_tokens * self.token_s
+
+def table_seconds(table: StepTable, num_rows: float, num_prefill: int) -> float:
+    """Return what the table says of a step; rows beside a prompt cost what they add to one row."""
+    if not num_prefill:
+        return table.seconds(num_rows, kind="decode")
+    prefill_s = table.seconds(num_prefill)
+    if not num_rows:
+        return prefill_s
+    added_s = table.seconds(num_rows + 1, kind="decode") - table.seconds(1, kind="decode")
+    return prefill_s + max(added_s, 0.0)
 
 
 def scaled_costs(table: StepTable, steps: Sequence[StepFacts]) -> StepCosts:
     """Return the table's costs, scaled by what the steps that ran took beside it."""
-    ratios = [step.duration_s / table.seconds(step.num_tokens) for step in steps]
+    ratios = [
+        step.duration_s / table_seconds(table, step.num_decode, step.num_prefill) for step in steps
+    ]
     scale = statistics.median(ratios) if ratios else 1.0
     one_s, many_s = (scale * table.seconds(n) for n in (1, _MANY))
     token_s = max((many_s - one_s) / (_MANY - 1), 0.0)
     return StepCosts(
-        base_s=max(one_s - token_s, 0.0), token_s=token_s, table=table, scale=scale
+        base_s=max(one_s - token_s, 0.0), token_s=token_s, row_s=token_s,
+        rows_per_seq=_rows_per_seq(steps), table=table, scale=scale,
     )  # fmt: skip
 
 
 def fit_steps(steps: Sequence[StepFacts]) -> StepCosts | None:
-    """Return the line through the steps that ran; None where they are all of one size.
+    """Return the plane through the steps that ran; None where they are all of one size.
 
-    Through the medians of the sizes, so that a stall bends it little.
+    Through the medians of the sizes, so that a stall bends it little, by the least relative
+    error: small steps, the ones whose base counts, are fitted as well as large ones. Rows that
+    decode have a cost of their own where steps without a prompt have three sizes: between one row
+    and two lies little but noise.
     """
-    by_size: dict[int, list[StepFacts]] = defaultdict(list)
+    by_size: dict[tuple[int, int], list[StepFacts]] = defaultdict(list)
     for step in steps:
-        by_size[(step.num_tokens - 1).bit_length()].append(step)
-    points = [
-        (
-            statistics.mean(step.num_tokens for step in size),
-            statistics.median(step.duration_s for step in size),
-            len(size),
-        )
-        for size in by_size.values()
-    ]
-    if len(points) < 2:
+        by_size[step.num_decode.bit_length(), step.num_prefill.bit_length()].append(step)
+    if len(by_size) < 2:
         return None
-    weight = sum(w for _, _, w in points)
-    mean_n = sum(n * w for n, _, w in points) / weight
-    mean_s = sum(s * w for _, s, w in points) / weight
-    spread = sum(w * (n - mean_n) ** 2 for n, _, w in points)
-    slope = sum(w * (n - mean_n) * (s - mean_s) for n, s, w in points) / spread
-    token_s = max(slope, 0.0)
-    smallest_s = min(points)[1]
-    # The line can miss the small steps, which are the ones whose base counts.
-    return StepCosts(base_s=min(max(mean_s - token_s * mean_n, 0.0), smallest_s), token_s=token_s)
+    rows, weights = [], []
+    for size in by_size.values():
+        decode = statistics.mean(step.num_decode for step in size)
+        prefill = statistics.mean(step.num_prefill for step in size)
+        seconds = statistics.median(step.duration_s for step in size)
+        rows.append((1.0, prefill, decode))
+        weights.append(math.sqrt(len(size)) / max(seconds, 1e-9))
+    counts = np.array(rows) if sum(not p for _, p in by_size) > 2 else _as_tokens(rows)
+    weight = np.array(weights)
+    wanted = np.array([math.sqrt(len(size)) for size in by_size.values()])
+    base_s, token_s, *row_s = _least_squares(counts * weight[:, None], wanted)
+    return StepCosts(
+        base_s=base_s, token_s=token_s, row_s=row_s[0] if row_s else token_s,
+        rows_per_seq=_rows_per_seq(steps),
+    )  # fmt: skip
+
+
+def _as_tokens(rows: Sequence[tuple[float, float, float]]) -> npt.NDArray[np.float64]:
+    return np.array([(one, prefill + decode) for one, prefill, decode in rows])
+
+
+def _least_squares(rows: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> list[float]:
+    """Return the factors of the columns that fit best among those that are not negative.
+
+    The best has some factors at zero and is the plain solution in the others, so trying all
+    choices of three columns finds it.
+    """
+    num_columns = rows.shape[1]
+    best, least = [0.0] * num_columns, math.inf
+    for count in range(1, num_columns + 1):
+        for columns in itertools.combinations(range(num_columns), count):
+            found = np.linalg.lstsq(rows[:, columns], wanted, rcond=None)[0]
+            error = float(np.sum((rows[:, columns] @ found - wanted) ** 2))
+            if found.min() >= 0 and error < least * (1 - 1e-9):
+                least, best = error, [0.0] * num_columns
+                for column, factor in zip(columns, found, strict=True):
+                    best[column] = float(factor)
+    return best
+
+
+def _rows_per_seq(steps: Sequence[StepFacts]) -> float:
+    num_rows = sum(step.num_decode for step in steps)
+    num_plain = num_rows - sum(step.num_guesses for step in steps)
+    return num_rows / num_plain if num_plain else 1.0
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -148,60 +203,3 @@ def this_machine_with(checkpoint: Checkpoint, server: ServerFacts | None) -> Mac
 
 def weight_bytes(checkpoint: Checkpoint) -> int:
     return sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-
-
-class Situation(Struct, frozen=True, kw_only=True):
-    """All that a lever may look at."""
-
-    facts: Facts
-    findings: Sequence[Finding]
-    steps: StepCosts | None
-    machine: Machine | None
-
-    @property
-    def server(self) -> ServerFacts | None:
-        return self.facts.server
-
-    @property
-    def mean_seqs(self) -> float:
-        """Sequences in a step, on the mean over time."""
-        total_s = sum(step.duration_s for step in self.facts.steps)
-        weighted = sum(step.num_seqs * step.duration_s for step in self.facts.steps)
-        return weighted / total_s if total_s else 1.0
-
-    @property
-    def full_seats(self) -> float:
-        """The share of the steps' time in which every seat was taken."""
-        if self.server is None:
-            return 0.0
-        total_s = sum(step.duration_s for step in self.facts.steps)
-        full_s = sum(
-            step.duration_s
-            for step in self.facts.steps
-            if step.num_seqs >= self.server.max_num_seqs
-        )
-        return full_s / total_s if total_s else 0.0
-
-    @property
-    def repeated_share(self) -> float:
-        """The share of the prompts' tokens that repeat a beginning and were computed anew."""
-        calls = self.facts.calls
-        repeated = sum(call.recomputed_tokens for call in calls)
-        in_all = sum(call.prompt_tokens for call in calls)
-        return repeated / in_all if in_all else 0.0
-
-    def prompt_ms(self, num_tokens: float) -> float:
-        """Return what a prompt of so many tokens costs by itself, by those that were computed."""
-        calls = self.facts.calls
-        computed = sum(call.prompt_tokens for call in calls)
-        spent_ms = sum(call.parts.get("prefill", 0.0) for call in calls)
-        return spent_ms / computed * num_tokens if computed else 0.0
-
-    def mean_waiting(self, part: str) -> float:
-        """Return how many calls were in a part of the ledger at once, on the mean."""
-        calls = self.facts.calls
-        waited_ms = sum(call.parts.get(part, 0.0) for call in calls)
-        begins = [call.began_at * 1e3 for call in calls]
-        ends = [call.began_at * 1e3 + call.wall_ms for call in calls]
-        span_ms = max(ends) - min(begins) if calls else 0.0
-        return waited_ms / span_ms if span_ms > 0 else 0.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec import Struct, field
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
 
 Parts = dict[str, float]  # milliseconds by part of the ledger
+Some = Annotated[int, Meta(ge=1)]  # none of it would be no server
 
 
 class CallFacts(Struct, frozen=True, kw_only=True):
@@ -19,6 +22,7 @@ class CallFacts(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     repeated_tokens: int = 0  # of the prompt, as an earlier one began
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    unstepped_tokens: int = 0  # of the answer: guesses and forced ones, which had no step
     rejected_ms: float = 0.0  # of drafts that were wrong
     began_at: float = 0.0  # seconds; only differences count
 
@@ -39,10 +43,16 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     """One step of the engine."""
 
     num_tokens: int
-    num_decode: int  # tokens of sequences that decode
+    num_decode: int  # rows of sequences that decode, guesses among them
     num_seqs: int
     forward_s: float
     duration_s: float
+    num_guesses: int = 0
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens of prompts, and those that are computed again."""
+        return self.num_tokens - self.num_decode
 
 
 class ServerFacts(Struct, frozen=True, kw_only=True):
@@ -50,17 +60,17 @@ class ServerFacts(Struct, frozen=True, kw_only=True):
 
     model: str
     isa: str
-    num_threads: int
-    machine_threads: int  # that its CPU mask and quota allow
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
+    num_threads: Some
+    machine_threads: Some  # that its CPU mask and quota allow
+    max_num_seqs: Some
+    max_batched_tokens: Some
+    max_model_len: Some
+    block_size: Some
+    num_blocks: Some
     kv_dtype: str
-    kv_token_bytes: int
-    weight_bytes: int
-    num_parameters: int
+    kv_token_bytes: Some
+    weight_bytes: Some
+    num_parameters: Some
     policy: str
     prefix_cache: bool = True
     activations: str = "q8"

@@ -1,7 +1,8 @@
 """Levers: what an operator can change, and what the model of the steps expects of it.
 
 LEVERS is the table. A lever is a function of a Situation: it returns a Proposal, or None where it
-has nothing to offer. A new lever is a function and a line in the table.
+has nothing to offer. A new lever is a function and a line in the table. What changes the schedule
+is predicted by a simulation (`rerun`), what makes all steps faster by the causes alone.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from paceline.explain.causes import Finding
-from paceline.explain.costs import Situation
 from paceline.explain.facts import ServerFacts
-from paceline.explain.proposal import Proposal
+from paceline.explain.proposal import Predict, Proposal
+from paceline.explain.reruns import rerun
+from paceline.explain.situation import Situation
 
 _ROOMY_BUDGET = 512
 _MOST_SEATS = 256
@@ -37,51 +39,24 @@ def use_prefix_cache(situation: Situation) -> Proposal | None:
     server = situation.server
     if server is None or server.prefix_cache:
         return None
-    share, steps = situation.repeated_share, situation.steps
-    budget = server.max_batched_tokens
-
-    def own_share(finding: Finding) -> float:
-        """The share of its own prompt's time: the first call of a beginning has nothing to find."""
-        found, prompt = finding.repeated_tokens, finding.prompt_tokens
-        if not found or steps is None:
-            return found / max(prompt, 1)
-        rest = max(prompt - found, 1)
-        return max(1 - steps.prefill_s(rest, budget) / steps.prefill_s(prompt, budget), 0.0)
-
-    def predict(finding: Finding) -> float:
-        if finding.metric != "ttft":
-            return finding.value_ms
-        own = own_share(finding) * _sum(finding, "prefill")
-        return finding.value_ms - own - share * _sum(finding, "others_prefill", "queue")
-
+    share = situation.repeated_share
     return Proposal(
         change={"--prefix-cache": ""},
         text=f"{share:.0%} of the prompt tokens repeat how an earlier prompt began",
-        predict=predict,
+        effect=rerun(prefix_cache=True),
         price="none: the answers are the same bits",
     )
 
 
 def raise_budget(situation: Situation) -> Proposal | None:
     """Prompts in larger chunks: fewer steps read the weights and pass through Python."""
-    server, steps = situation.server, situation.steps
-    if server is None or steps is None or server.max_batched_tokens >= _ROOMY_BUDGET:
+    server = situation.server
+    if server is None or server.max_batched_tokens >= _ROOMY_BUDGET:
         return None
-    budget = server.max_batched_tokens
-
-    def predict(finding: Finding) -> float:
-        if finding.metric != "ttft":
-            return finding.value_ms
-        before = steps.prefill_s(finding.prompt_tokens, budget)
-        after = steps.prefill_s(finding.prompt_tokens, _ROOMY_BUDGET)
-        ratio = after / before if before else 1.0
-        touched = _sum(finding, "prefill", "queue", "others_prefill", "overhead")
-        return finding.value_ms - touched * (1 - ratio)
-
     return Proposal(
         change={"--max-batched-tokens": str(_ROOMY_BUDGET)},
-        text=f"prompts advance by at most {budget} tokens a step",
-        predict=predict,
+        text=f"prompts advance by at most {server.max_batched_tokens} tokens a step",
+        effect=rerun(max_batched_tokens=_ROOMY_BUDGET),
         price="longer steps: streams beside a prompt wait longer for a token",
     )
 
@@ -97,15 +72,10 @@ def lower_budget(situation: Situation) -> Proposal | None:
     budget = max(64, 1 << int(math.log2(max(ttft[0].prompt_tokens, 64))))
     if budget >= server.max_batched_tokens:
         return None
-
-    def predict(finding: Finding) -> float:
-        is_sooner = finding.metric == "ttft" and finding.percentile <= 50
-        return finding.value_ms - (0.5 * _sum(finding, "others_prefill") if is_sooner else 0.0)
-
     return Proposal(
         change={"--max-batched-tokens": str(budget)},
         text="several prompts share a step, so all of them end late",
-        predict=predict,
+        effect=rerun(max_batched_tokens=budget),
         price="more steps for a long prompt",
     )
 
@@ -120,62 +90,28 @@ def more_seats(situation: Situation) -> Proposal | None:
     seats = min(1 << math.ceil(math.log2(wanted)), _MOST_SEATS)
     if seats <= before:
         return None
-    joining = min(waiting, seats - before)
-    relieved = joining / waiting if waiting else 1.0
-
-    def predict(finding: Finding) -> float:
-        queued = _sum(finding, "queue") * relieved if finding.metric == "ttft" else 0.0
-        return _after_joining(situation, finding, gone_ms=queued, running=before, joining=joining)
-
     return Proposal(
         change={"--max-num-seqs": str(seats)},
         text=f"all {before} seats are taken {situation.full_seats:.0%} of the time",
-        predict=predict,
+        effect=rerun(max_num_seqs=seats),
         price="each stream gets slower as more share the steps",
     )
 
 
-def _after_joining(
-    situation: Situation, finding: Finding, *, gone_ms: float, running: float, joining: float
-) -> float:
-    """Return a percentile after calls that waited run beside the others, `gone_ms` less waiting.
-
-    Their prompts have still to be computed: calls up to the median meet half of those that waited
-    with them, the tail all of them. In its life a stream meets one prompt of each that runs beside
-    it.
-    """
-    steps = situation.steps
-    prompt_ms = situation.prompt_ms(finding.prompt_tokens)
-    if finding.metric == "ttft":
-        met = joining * (0.5 if finding.percentile <= 50 else 1.0)
-        return min(finding.value_ms - gone_ms + met * prompt_ms, finding.value_ms)
-    slower = 1.0 if steps is None else steps.step_s(running + joining) / steps.step_s(running)
-    own = finding.value_ms - gone_ms - _sum(finding, "others_prefill")
-    return own * slower + (running + joining - 1) * prompt_ms / finding.output_tokens
-
-
 def fewer_seats(situation: Situation) -> Proposal | None:
     """Fewer sequences share a step: each is faster, others wait."""
-    server, steps = situation.server, situation.steps
+    server = situation.server
     tpot = [f for f in situation.findings if f.metric == "tpot"]
-    if server is None or steps is None or not tpot:
+    if server is None or not tpot:
         return None
     running = situation.mean_seqs
     seats = max(1, int(running / 2))
     if max(f.share("others_decode") for f in tpot) < 0.3 or seats >= server.max_num_seqs:
         return None
-    ratio = steps.step_s(seats) / steps.step_s(running)
-
-    def predict(finding: Finding) -> float:
-        if finding.metric == "ttft":
-            return finding.value_ms
-        touched = _sum(finding, "decode", "others_decode", "overhead")
-        return finding.value_ms - touched * (1 - ratio)
-
     return Proposal(
         change={"--max-num-seqs": str(seats)},
         text=f"{running:.0f} sequences share a step",
-        predict=predict,
+        effect=rerun(max_num_seqs=seats),
         price="calls beyond the seats wait: TTFT grows",
     )
 
@@ -186,22 +122,14 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
     if server is None or not _suffers(situation, "kv_memory"):
         return None
     longest = max(call.prompt_tokens + call.completion_tokens for call in situation.facts.calls)
-    blocks = -(-longest // server.block_size) * server.max_num_seqs
-    num_bytes = blocks * server.block_size * server.kv_token_bytes
-    pool = server.num_blocks * server.block_size * server.kv_token_bytes
+    block_bytes = server.block_size * server.kv_token_bytes
+    num_bytes = -(-longest // server.block_size) * server.max_num_seqs * block_bytes
+    pool = server.num_blocks * block_bytes
     megabytes = max(math.ceil(num_bytes / 2**20), math.ceil(2 * pool / 2**20))
-    running, waiting = situation.mean_seqs, situation.mean_waiting("queue_kv")
-
-    def predict(finding: Finding) -> float:
-        gone_ms = _sum(finding, "kv_memory")
-        return _after_joining(
-            situation, finding, gone_ms=gone_ms, running=running, joining=waiting
-        )  # fmt: skip
-
     return Proposal(
         change={"--kv-memory": f"{megabytes}M"},
         text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all",
-        predict=predict,
+        effect=rerun(num_blocks=megabytes * 2**20 // block_bytes),
         price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
         is_trade=any(finding.main == "kv_memory" for finding in situation.findings),
     )
@@ -213,18 +141,23 @@ def smaller_kv(situation: Situation) -> Proposal | None:
     if server is None or server.kv_dtype not in _SMALLER_KV:
         return None
     smaller, left, price = _SMALLER_KV[server.kv_dtype]
-    gone = 1 - left
+    with_room = rerun(num_blocks=int(server.num_blocks / left))
 
-    def predict(finding: Finding) -> float:
-        kv_bytes = finding.context_tokens * server.kv_token_bytes
-        read = kv_bytes / (kv_bytes + server.weight_bytes)
-        decode = _sum(finding, "decode") if finding.metric == "tpot" else 0.0
-        return finding.value_ms - gone * (_sum(finding, "kv_memory") + read * decode)
+    def effect(situation: Situation) -> Predict:
+        after_waits = with_room(situation)
+
+        def predict(finding: Finding) -> float:
+            kv_bytes = finding.context_tokens * server.kv_token_bytes
+            read = kv_bytes / (kv_bytes + server.weight_bytes)
+            decode = _sum(finding, "decode") if finding.metric == "tpot" else 0.0
+            return after_waits(finding) - (1 - left) * read * decode
+
+        return predict
 
     return Proposal(
         change={"--kv-dtype": smaller},
         text=f"keys and values are kept in {server.kv_dtype}: {smaller} takes {left:.0%} of that",
-        predict=predict,
+        effect=effect,
         price=price,
         is_lossy=price == _ROUNDED_KV,
     )
@@ -237,12 +170,11 @@ def smaller_blocks(situation: Situation) -> Proposal | None:
         return None
     lengths = [call.prompt_tokens + call.completion_tokens for call in situation.facts.calls]
     mean = sum(lengths) / len(lengths)
-    wasted = (server.block_size - 16) / 2
-    gain = wasted / (mean + wasted)
+    num_tokens = server.num_blocks * server.block_size
     return Proposal(
         change={"--block-size": "16"},
         text=f"a sequence of {mean:.0f} tokens wastes half a block of {server.block_size}",
-        predict=lambda finding: finding.value_ms - gain * _sum(finding, "kv_memory"),
+        effect=rerun(block_size=16, num_blocks=num_tokens // 16),
     )
 
 
@@ -253,36 +185,16 @@ def bound_steps(situation: Situation) -> Proposal | None:
     if server is None or not hurt or server.policy.startswith("slo"):
         return None
     own_ms = max(_sum(f, "decode", "others_decode", "overhead") for f in hurt)
-    least_ms = 0.0 if steps is None else steps.chunk_s(_SLO_FLOOR) * 1e3
-    step_ms = math.ceil(max(_SLO_MARGIN * own_ms, least_ms, 1.0))
-
-    def predict(finding: Finding) -> float:
-        if finding.metric == "ttft":
-            return finding.value_ms + _slower_prompt_ms(situation, finding, step_ms)
-        if finding.share("others_prefill") <= 0.2:
-            return finding.value_ms
-        return min(finding.value_ms, float(step_ms))
-
+    least_ms = 0.0 if steps is None else steps.seconds(1, _SLO_FLOOR - 1) * 1e3
+    step_ms = max(_SLO_MARGIN * own_ms, least_ms, 1.0)
+    policy = f"slo:step_ms={math.ceil(round(step_ms, 3))}"
     return Proposal(
-        change={"--policy": f"slo:step_ms={step_ms}"},
+        change={"--policy": policy},
         text="prompts of others fill the steps of streams",
-        predict=predict,
+        effect=rerun(policy=policy),
         price="prompts beside streams take longer: their TTFT grows",
         is_trade=any(finding.main == "others_prefill" for finding in hurt),
     )
-
-
-def _slower_prompt_ms(situation: Situation, finding: Finding, step_ms: float) -> float:
-    """Return what a prompt loses by the smaller chunks of steps that are bound."""
-    server, steps = situation.server, situation.steps
-    if server is None or steps is None or not steps.token_s:
-        return 0.0
-    room = (step_ms / 1e3 - steps.base_s) / steps.token_s
-    chunk = min(max(int(room), _SLO_FLOOR - 1), server.max_batched_tokens)
-    before = steps.prefill_s(finding.prompt_tokens, server.max_batched_tokens)
-    after = steps.prefill_s(finding.prompt_tokens, chunk)
-    touched = _sum(finding, "prefill", "others_prefill", "queue")
-    return touched * (after / before - 1) if before else 0.0
 
 
 def stop_drafting(situation: Situation) -> Proposal | None:
@@ -300,7 +212,7 @@ def stop_drafting(situation: Situation) -> Proposal | None:
     return Proposal(
         change={"--speculate": "off"},
         text=f"wrong guesses took {share:.0%} of the time of decoding",
-        predict=predict,
+        effect=lambda _: predict,
         price="what right guesses won",
     )
 
@@ -324,7 +236,7 @@ def more_threads(situation: Situation) -> Proposal | None:
     return Proposal(
         change={"--threads": str(after)},
         text=f"{before} of {after} cores compute",
-        predict=predict,
+        effect=lambda _: predict,
         price="cores that something else may want",
     )
 
@@ -347,7 +259,7 @@ def smaller_weights(situation: Situation) -> Proposal | None:
         change={},
         text=f"the weights have {bits:.1f} bits; a file of the same model in Q4_K_M has "
         f"{_SMALL_BITS}",
-        predict=predict,
+        effect=lambda _: predict,
         price="quality: compare perplexities first",
     )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from paceline.errors import ParameterError
 from paceline.explain.facts import Parts, ServerFacts
 
 _T = TypeVar("_T")
+Count = Annotated[int, Meta(ge=0)]
 
 
 class Blame(Struct):
@@ -26,18 +27,20 @@ class CallRecord(Struct, kw_only=True):
     ttft_ms: float | None
     parts_ms: Parts
     ttft_parts_ms: Parts | None
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: Count
+    completion_tokens: Count
     began_at: float
-    repeated_tokens: int = 0
-    cached_tokens: int = 0
+    repeated_tokens: Count = 0
+    cached_tokens: Count = 0
+    accepted_tokens: Count = 0
+    forced_tokens: Count = 0
     blame: Blame = field(default_factory=Blame)
 
 
 class StepRecord(Struct, kw_only=True):
     """A step, in a trace. `tokens` by kind."""
 
-    tokens: dict[str, int]
+    tokens: dict[str, Count]
     num_seqs: int
     forward_ms: float
 

@@ -19,6 +19,7 @@ from paceline.bench.traces import read_trace
 from paceline.bench.workload_files import read_lines
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.facts import Facts
+from paceline.explain.load import load_of
 from paceline.explain.recordings import checked
 from paceline.explain.sources import from_server
 
@@ -28,27 +29,32 @@ _SETTLE_S = 0.3  # a call is known a moment after its last byte
 
 
 class Planned(Struct, frozen=True, kw_only=True):
-    """A request to send; without `at_s` as soon as one before it has ended."""
+    """A request to send; without `at_s` as soon as one before it has ended.
+
+    `at_s` counts from the begin of all, or from the end of the request at the place `after`.
+    """
 
     route: str
     body: dict[str, Any]
     at_s: float | None = None
+    after: int | None = None
 
 
 def plan_of_run(facts: Facts, seed: int = 0) -> list[Planned]:
-    """Return requests as long as those that were recorded, at their times: of random tokens.
+    """Return requests as long as those that were recorded, when they came: of random tokens.
 
     Prompts that repeated a beginning have one in common, as long as it was; the first has it, too.
     """
-    calls = sorted(facts.calls, key=lambda call: call.began_at)
-    longest = max(call.repeated_tokens for call in calls)
-    shared = _random_ids(seed - 1, longest)
+    load = load_of(facts.calls)
+    shared = _random_ids(seed - 1, max(asked.num_shared for asked in load))
     planned = []
-    for i, call in enumerate(calls):
-        num_shared = min(longest if i == 0 else call.repeated_tokens, call.prompt_tokens)
-        prompt = shared[:num_shared] + _random_ids(seed + i, call.prompt_tokens - num_shared)
-        at_s = call.began_at - calls[0].began_at
-        planned.append(_planned(prompt, call.completion_tokens, at_s))
+    for i, asked in enumerate(load):
+        rest = _random_ids(seed + i, asked.num_prompt - asked.num_shared)
+        planned.append(
+            _planned(
+                shared[: asked.num_shared] + rest, asked.num_output, asked.delay_s, asked.after
+            )
+        )
     return planned
 
 
@@ -71,9 +77,9 @@ def _random_ids(seed: int, count: int) -> list[int]:
     return [rng.randrange(*_IDS) for _ in range(count)]
 
 
-def _planned(prompt: list[int], num_output: int, at_s: float) -> Planned:
-    body = _body(max(num_output, 1))
-    return Planned(route="/completions", body={**body, "prompt": prompt or [_IDS[0]]}, at_s=at_s)
+def _planned(prompt: list[int], num_output: int, at_s: float, after: int | None = None) -> Planned:
+    body = {**_body(max(num_output, 1)), "prompt": prompt or [_IDS[0]]}
+    return Planned(route="/completions", body=body, at_s=at_s, after=after)
 
 
 class _Line(Struct, kw_only=True):
@@ -129,16 +135,22 @@ async def _send_all(origin: Origin, planned: Sequence[Planned], *, concurrency: 
     model = await _model(origin)
     loop = asyncio.get_running_loop()
     begin, seats = loop.time(), asyncio.Semaphore(concurrency)
+    ended = [asyncio.Event() for _ in planned]
 
-    async def one(item: Planned) -> None:
+    async def one(i: int, item: Planned) -> None:
         if item.at_s is None:
             async with seats:
                 await _ask(origin, model, item)
-        else:
+        elif item.after is None:
             await asyncio.sleep(begin + item.at_s - loop.time())
             await _ask(origin, model, item)
+        else:
+            await ended[item.after].wait()
+            await asyncio.sleep(item.at_s)
+            await _ask(origin, model, item)
+        ended[i].set()
 
-    await asyncio.gather(*(one(item) for item in planned))
+    await asyncio.gather(*(one(i, item) for i, item in enumerate(planned)))
 
 
 async def _model(origin: Origin) -> str:

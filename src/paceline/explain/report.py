@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from paceline.errors import PacelineError
-from paceline.explain.causes import Causes, Finding, Metric, findings
-from paceline.explain.costs import Machine, Situation, StepCosts, fit_steps, scaled_costs
-from paceline.explain.facts import Facts, ServerFacts
+from paceline.explain.causes import Causes, Finding, Metric
+from paceline.explain.costs import StepCosts
+from paceline.explain.facts import ServerFacts
 from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import Curves, curves_of, predicted
-from paceline.explain.proposal import Change, Proposal
+from paceline.explain.proposal import Change, Predict, Proposal
+from paceline.explain.situation import Situation
 
 _LEAST_GAIN = 0.05  # of a percentile: less is not worth an advice
 _LEAST_LOSS = 0.03
 _MANY_REPEATS = 0.25  # of all prompt tokens
+_FAR, _NEAR_MS = 2.0, 20.0  # by which factor a model is off that is worth a note, and least ms
 _NOTABLE = 0.3  # of a percentile: a client's part that is told
 
 
@@ -31,6 +32,7 @@ class Bound(Struct, frozen=True, kw_only=True):
     causes: Causes
     floor_ms: float | None
     ratio: float | None
+    model_ms: float | None  # what the simulation of the run as it was makes of it
     num_calls: int
 
 
@@ -69,20 +71,6 @@ class Explanation(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def situation_of(facts: Facts, machine: Machine | None) -> Situation:
-    """Return what levers look at. Raises PacelineError where no call was answered."""
-    if not facts.num_calls:
-        raise PacelineError(
-            f"{facts.source} has no answered call ({facts.num_failed} others): send some, or look "
-            "further back with --last"
-        )
-    if machine is not None and machine.table is not None:
-        steps: StepCosts | None = scaled_costs(machine.table, facts.steps)
-    else:
-        steps = fit_steps(facts.steps)
-    return Situation(facts=facts, findings=findings(facts), steps=steps, machine=machine)
-
-
 def explain(situation: Situation) -> Explanation:
     facts = situation.facts
     share = situation.repeated_share
@@ -111,7 +99,8 @@ def advise(situation: Situation) -> list[Advice]:
     for name, lever in LEVERS.items():
         proposal = lever(situation)
         if proposal is not None:
-            advice = _advice(name, proposal, situation.findings, curves)
+            predict = proposal.effect(situation)
+            advice = _advice(name, proposal, predict, situation.findings, curves)
             worth = advice.whole_gain > 0 or proposal.is_trade
             if worth and advice.gain >= _LEAST_GAIN:
                 order = (not advice.change, proposal.is_lossy, -advice.whole_gain)
@@ -119,9 +108,11 @@ def advise(situation: Situation) -> list[Advice]:
     return [advice for _, advice in sorted(found, key=lambda entry: entry[0])]
 
 
-def _advice(name: str, proposal: Proposal, found: Sequence[Finding], curves: Curves) -> Advice:
+def _advice(
+    name: str, proposal: Proposal, predict: Predict, found: Sequence[Finding], curves: Curves
+) -> Advice:
     expected = []
-    prediction = predicted(proposal.predict, curves)
+    prediction = predicted(predict, curves)
     gain = 0.0
     for finding in found:
         if finding.value_ms <= 0:
@@ -161,8 +152,14 @@ def _bound(finding: Finding, situation: Situation) -> Bound:
         causes=finding.causes,
         floor_ms=floor_ms,
         ratio=None if not floor_ms else finding.value_ms / floor_ms,
+        model_ms=_simulated_ms(finding, situation),
         num_calls=finding.num_calls,
     )
+
+
+def _simulated_ms(finding: Finding, situation: Situation) -> float | None:
+    simulated = situation.simulated
+    return None if simulated is None else simulated.at(finding.metric, finding.percentile)
 
 
 _BOUNDS = {
@@ -207,6 +204,15 @@ def _notes(situation: Situation, repeated_share: float) -> list[str]:
         share = max((finding.share(cause) for finding in situation.findings), default=0.0)
         if share >= _NOTABLE:
             notes.append(f"{text} (up to {share:.0%} of a percentile)")
+    for finding in situation.findings:
+        model_ms = _simulated_ms(finding, situation)
+        if model_ms is not None and _is_far(model_ms, finding.value_ms):
+            notes.append(
+                f"{finding.metric.upper()} p{finding.percentile} of this run is {model_ms:,.0f} ms "
+                f"by the model of the steps and {finding.value_ms:,.0f} ms as measured: what it "
+                "predicts is rough"
+            )
+            break
     if situation.facts.percentiles:
         notes.append(
             "a summary has the percentiles of each part by itself: what a slow call is made of is "
@@ -218,3 +224,8 @@ def _notes(situation: Situation, repeated_share: float) -> list[str]:
             "or a file of `paceline trace`"
         )
     return notes
+
+
+def _is_far(model_ms: float, measured_ms: float) -> bool:
+    low, high = sorted((model_ms, measured_ms))
+    return high > _FAR * low and high - low > _NEAR_MS

@@ -206,6 +206,7 @@ def _call(details: Mapping[str, Any], source: str) -> CallFacts:
         completion_tokens=call.completion_tokens,
         repeated_tokens=call.repeated_tokens,
         cached_tokens=call.cached_tokens,
+        unstepped_tokens=call.accepted_tokens + call.forced_tokens,
         rejected_ms=call.blame.rejected_drafts_ms,
         began_at=call.began_at,
     )
@@ -215,7 +216,8 @@ def _step(event: Event, source: str) -> StepFacts:
     step = checked(event.args, StepRecord, source)
     return StepFacts(
         num_tokens=sum(step.tokens.values()),
-        num_decode=step.tokens.get("decode", 0),
+        num_decode=step.tokens.get("decode", 0) + step.tokens.get("verify", 0),
+        num_guesses=step.tokens.get("verify", 0),
         num_seqs=step.num_seqs,
         forward_s=step.forward_ms / 1e3,
         duration_s=event.dur / 1e6,

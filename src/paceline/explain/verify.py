@@ -9,14 +9,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from paceline.explain.causes import Metric, find
+from paceline.explain.causes import Metric, find, findings
 from paceline.explain.costs import Machine
 from paceline.explain.facts import CallFacts, Facts
 from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import curves_of, predicted
-from paceline.explain.proposal import Change
+from paceline.explain.proposal import Change, Proposal
 from paceline.explain.replay import Planned, run
-from paceline.explain.report import situation_of
+from paceline.explain.situation import situation_of
 
 OnRun = Callable[[str], None]
 
@@ -32,7 +32,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class Verification(Struct, frozen=True, kw_only=True):
-    """`outcomes` is empty where the load did not show the cause again: `note` says so."""
+    """What was predicted of a change, and what came. `note` says what is odd about it, if any."""
 
     lever: str
     change: Change
@@ -44,7 +44,7 @@ class Verification(Struct, frozen=True, kw_only=True):
 
 def verify(
     lever: str,
-    change: Change,
+    proposal: Proposal,
     planned: Sequence[Planned],
     *,
     model: Path,
@@ -56,28 +56,22 @@ def verify(
 ) -> Verification:
     """Run the load `rounds` times on each side, in turns; the order swaps every round.
 
-    The lever proposes anew from the first run without a change, so that its prediction speaks of
-    this machine and load, and it is that proposal which is run.
+    It is the proposal as it was told that is run. What is predicted of it is reckoned anew from the
+    first run without it, so that it speaks of this machine and of the load as it is replayed.
     """
-    on_run("without a change")
-    sides = {False: [run(model, options, planned, concurrency=concurrency)], True: []}
-    proposal = LEVERS[lever](situation_of(sides[False][0], machine))
-    if proposal is None or not proposal.change:
-        return Verification(
-            lever=lever, change=change, rounds=1, num_calls=len(sides[False][0].calls),
-            outcomes=(), note="replayed, the load did not show this cause again",
-        )  # fmt: skip
     changed = {**options, **proposal.change}
     what = " ".join(text for option in proposal.change.items() for text in option if text)
+    sides: dict[bool, list[Facts]] = {False: [], True: []}
     for idx in range(rounds):
-        for is_changed in (True,) if idx == 0 else (idx % 2 == 1, idx % 2 == 0):
+        for is_changed in (idx % 2 == 1, idx % 2 == 0):
             on_run(f"round {idx + 1} of {rounds}, {'with' if is_changed else 'without'} {what}")
             used = changed if is_changed else options
             sides[is_changed].append(run(model, used, planned, concurrency=concurrency))
+    first = situation_of(sides[False][0], machine)
     before, after = (pool(sides[side]) for side in (False, True))
-    prediction = predicted(proposal.predict, curves_of(before.calls))
+    prediction = predicted(proposal.effect(first), curves_of(before.calls))
     found = []
-    for finding in situation_of(before, machine).findings:
+    for finding in findings(before):
         measured = find(after.calls, finding.metric, finding.percentile)
         if measured is not None:
             found.append(
@@ -89,12 +83,14 @@ def verify(
                     measured_ms=measured.value_ms,
                 )
             )
+    is_seen = LEVERS[lever](first) is not None
     return Verification(
         lever=lever,
         change=proposal.change,
         rounds=rounds,
         num_calls=len(before.calls),
         outcomes=tuple(found),
+        note="" if is_seen else "replayed, the load did not show this cause again",
     )
 
 

@@ -44,10 +44,12 @@ class Goodput:
     set-ups, with what drafts won lately, and for such guesses where the balance cannot. It has a
     bound of the same kind: `_FUND` steps, `_FUND_TRICKLE` of the time, and what drafts won before,
     up to `_MAX_FUND`.
+
+    `known` are rows of steps and their seconds, measured before.
     """
 
-    def __init__(self) -> None:
-        self._cost = RowCost()
+    def __init__(self, known: Seq[tuple[int, float]] = ()) -> None:
+        self._cost = RowCost(known)
         self._balance = _CREDIT
         self._fund = _FUND
         self._num_idle = 0  # steps since drafts were last made

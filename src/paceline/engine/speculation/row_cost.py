@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 
 _LEARN = 0.05  # how much of a deviation a size that ran often takes over
 _LEARN_LEVEL = 0.1  # and the level common to all
@@ -17,13 +18,17 @@ class RowCost:
 
     The level follows what changes every step alike (longer contexts, a busy machine), so a size
     that did not run for a while keeps its place among the others.
+
+    `known` sizes were measured elsewhere, without the Python around a step. Until they run they
+    tell how sizes compare, once a first step has told the level; they bound nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[tuple[int, float]] = ()) -> None:
         self._level = 0.0
-        self._shape: dict[int, float] = {}
+        self._shape: dict[int, float] = dict(known)
         self._num_measured: dict[int, int] = {}
-        self._sizes: list[int] = []  # those in `_shape`, rising
+        self._sizes = sorted(self._shape)  # rising, as those that were measured
+        self._measured: list[int] = []
 
     @property
     def is_known(self) -> bool:
@@ -33,10 +38,10 @@ class RowCost:
         if seconds <= 0 or num_rows > _MAX_ROWS:
             return
         if not self._level:
-            self._level = seconds
-            self._add(num_rows, 1.0)
+            self._level = seconds / self._shape.get(num_rows, seconds)
+            self._add(num_rows, seconds / self._level)
             return
-        if num_rows not in self._shape:
+        if num_rows not in self._num_measured:
             most = self.at_most(num_rows)
             self._add(num_rows, min(seconds, most) / self._level)
             return
@@ -53,9 +58,9 @@ class RowCost:
 
         A step of twice the rows takes at most twice as long. Precondition: `is_known`.
         """
-        if num_rows in self._shape or num_rows < self._sizes[0]:
+        if num_rows in self._num_measured or num_rows < self._measured[0]:
             return self.seconds(num_rows)
-        low = self._sizes[bisect(self._sizes, num_rows) - 1]
+        low = self._measured[bisect(self._measured, num_rows) - 1]
         return self.seconds(low) * num_rows / low
 
     def seconds(self, num_rows: int) -> float:
@@ -92,3 +97,4 @@ class RowCost:
         self._shape[num_rows] = relative
         self._num_measured[num_rows] = 1
         self._sizes = sorted(self._shape)
+        self._measured = sorted(self._num_measured)

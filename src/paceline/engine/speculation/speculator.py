@@ -20,6 +20,7 @@ from paceline.engine.speculation.rows import DraftRows
 from paceline.engine.speculation.stats import SpecStats
 
 if TYPE_CHECKING:
+    from paceline.engine.known_costs import Points
     from paceline.engine.scheduler import Schedule
     from paceline.engine.sequence import Sequence
 
@@ -39,10 +40,17 @@ class _Candidate(Struct):
 
 
 def create_speculator(
-    proposer: Proposer, pace: Pace | None, rows: DraftRows, clock: Callable[[], int]
+    proposer: Proposer,
+    pace: Pace | None,
+    rows: DraftRows,
+    clock: Callable[[], int],
+    known: Points = (),
 ) -> Speculator:
-    """Return the speculator of an engine; without a pace drafts are as long as pays."""
-    return Speculator(proposer, pace or Goodput(), rows=rows, clock=clock)
+    """Return the speculator of an engine; without a pace drafts are as long as pays.
+
+    `known` is what steps cost by their rows, if that was measured before.
+    """
+    return Speculator(proposer, pace or Goodput(known), rows=rows, clock=clock)
 
 
 class Speculator:
