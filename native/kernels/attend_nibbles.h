@@ -47,7 +47,7 @@ inline void unpack_keys(const uint8_t* from, const uint8_t* steps, size_t stride
   }
 }
 
-// Sixteen keys: [pairs of keys][column][2]. Both ends of a group may write beyond it: what follows is written later.
+// Sixteen keys: [pairs of keys][column][2]. Of a short group more is written than it has: what follows comes later.
 inline void unpack_values(const uint8_t* from, const uint8_t* steps, size_t stride, int dim, ptrdiff_t ahead,
                           int8_t* to) {
   const size_t bases = kv_groups(dim) * stride, half = size_t(dim) / 2;
