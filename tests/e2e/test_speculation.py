@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from paceline.bench.spec import run_batch
+from paceline.bench.spec import Batch
 from paceline.config import EngineConfig
 from paceline.engine.build import load_model
 from paceline.errors import PacelineError, ParameterError
@@ -143,7 +143,7 @@ def test_a_round_of_the_bench_guesses_from_no_earlier_round(tmp_path):
     path = write_gguf(random_model(seed=3, max_position_embeddings=512), tmp_path / "random.gguf")
     with patch("paceline.engine.speculation.speculator.Goodput", Eager):
         loaded = load_model(str(path), EngineConfig(speculate="ngram", **OPTIONS))
-        rounds = [run_batch(loaded, ["the"], 60, salt=salt) for salt in ("a", "b", "b")]
+        rounds = [Batch(loaded, ["the"], 60, salt=salt).run() for salt in ("a", "b", "b")]
     assert len({run.texts for run in rounds}) == 1
     first, second, known = (run.num_steps for run in rounds)
     assert known < first == second

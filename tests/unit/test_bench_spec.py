@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paceline.bench.spec import Cell, Run, _count, _row, predict
+from paceline.bench.spec import Cell, Run, _count, _row, predict, run_in_turns
 from paceline.bench.spec_prompts import PROMPTS
 from paceline.engine.speculation.stats import SpecStats
 from paceline.measure.machine import this_machine
@@ -30,6 +30,31 @@ def test_a_row_compares_rounds_and_counts_what_each_round_added() -> None:
     assert (row["num_drafts"], row["num_drafted"], row["num_accepted"]) == (2, 5, 2)
     assert row["mean_accepted_length"] == 1.0
     assert row["acceptance_by_position"] == [0.5, 0.5, 0.0]
+
+
+class Counted:
+    """A batch whose tokens come `stride` at a time, and that writes down whose turn it was."""
+
+    def __init__(self, name: str, length: int, stride: int, turns: list[str]) -> None:
+        self.name, self.length, self.stride, self.turns = name, length, stride, turns
+        self.num_tokens, self.is_done = 0, False
+
+    def advance(self, num_tokens: int) -> None:
+        self.turns.append(self.name)
+        while not self.is_done and self.num_tokens < num_tokens:
+            self.num_tokens += self.stride
+            self.is_done = self.num_tokens >= self.length
+
+    def run(self) -> str:
+        return self.name
+
+
+def test_engines_take_turns_over_the_same_stretch_of_text() -> None:
+    turns: list[str] = []
+    batches = [Counted("plain", 24, 1, turns), Counted("drafting", 24, 5, turns)]
+    assert run_in_turns(batches, 8) == ["plain", "drafting"]  # type: ignore[arg-type]
+    # 8, then 10 for 8; 16, then 20; each goes on where it is behind.
+    assert turns == ["plain", "drafting", "plain", "drafting", "plain", "drafting"]
 
 
 def test_a_text_that_differs_is_told() -> None:

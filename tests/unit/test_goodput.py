@@ -72,7 +72,7 @@ def play(
         drafting_s = setup + draft_s * max(lengths)
         pace.observe(
             num_rows=num_seqs + num_drafted, num_drafted=num_drafted, num_accepted=accepted,
-            num_prefill=0, seconds=seconds, draft_s=drafting_s, setup_s=setup,
+            num_prefill=0, seconds=seconds, draft_s=drafting_s, setup_s=setup, look_s=0.0,
         )  # fmt: skip
         tokens += num_seqs + accepted
         total_s += seconds + drafting_s
@@ -223,11 +223,11 @@ def test_what_drafts_won_lately_pays_for_the_next_set_up() -> None:
     pace, cost = Goodput(), machine(0.05, 0.1)
     for num_rows in (1, 4):
         pace.observe(num_rows=num_rows, num_drafted=0, num_accepted=0, num_prefill=0,
-                     seconds=cost(num_rows), draft_s=0.0, setup_s=0.0)  # fmt: skip
+                     seconds=cost(num_rows), draft_s=0.0, setup_s=0.0, look_s=0.0)  # fmt: skip
     lengths_of(pace, [[0.9]], 1)
     # A set-up of three steps, all of the fund; three right guesses for 0.3 steps more.
     pace.observe(num_rows=4, num_drafted=3, num_accepted=3, num_prefill=0,
-                 seconds=cost(4), draft_s=0.15, setup_s=0.15)  # fmt: skip
+                 seconds=cost(4), draft_s=0.15, setup_s=0.15, look_s=0.0)  # fmt: skip
     assert pace.fund < 0.05
     assert pace.balance == pytest.approx(3.7, abs=0.05)
     assert pace.budget_s == pytest.approx(2.7 * 0.05, rel=0.05)
@@ -261,13 +261,43 @@ def test_a_round_for_many_sequences_counts_once() -> None:
     assert sum(shared) > sum(each)
 
 
+def looks(pace: Goodput, look_s: float, num_steps: int = 400) -> int:
+    """Return how many of the steps, 50 ms each with nothing worth drafting, are looked at."""
+    num_looks = 0
+    for _ in range(num_steps):
+        is_open = pace.is_open(8, 0)
+        num_looks += is_open
+        pace.observe(num_rows=8, num_drafted=0, num_accepted=0, num_prefill=0, seconds=0.05,
+                     draft_s=0.0, setup_s=0.0, look_s=look_s if is_open else 0.0)  # fmt: skip
+    return num_looks
+
+
+@pytest.mark.parametrize("look_s", [0.0004, 0.002])
+def test_looking_for_nothing_takes_at_most_half_a_percent_of_the_time(look_s: float) -> None:
+    pace = Goodput()
+    play(pace, machine(0.04, 0.03), 0.5, num_seqs=8)
+    assert looks(pace, 0.0001) == 400  # a fifth of a percent
+    spent_s, most_s = looks(pace, look_s) * look_s, 0.005 * 400 * 0.05
+    assert most_s / 2 < spent_s <= most_s
+    assert looks(pace, 1.0) >= 400 / 17 - 1  # never further apart than 16 steps without
+
+
+def test_the_time_of_the_look_is_booked_with_the_draft() -> None:
+    pace = Goodput()
+    play(pace, machine(0.05, 0.1), 0.9, num_steps=20)
+    before = pace.balance
+    pace.observe(num_rows=2, num_drafted=1, num_accepted=0, num_prefill=0, seconds=0.055,
+                 draft_s=0.0, setup_s=0.0, look_s=0.025)  # fmt: skip
+    assert pace.balance == pytest.approx(before - 0.6, abs=0.12)
+
+
 def test_an_interrupted_step_is_not_the_drafts_fault() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.1), 0.9)
     before = pace.balance
     [length] = lengths_of(pace, [[0.9] * 8], 1, 0)
     pace.observe(num_rows=1 + length, num_drafted=length, num_accepted=length,
-                 num_prefill=0, seconds=30.0, draft_s=0.0, setup_s=0.0)  # fmt: skip
+                 num_prefill=0, seconds=30.0, draft_s=0.0, setup_s=0.0, look_s=0.0)  # fmt: skip
     assert pace.balance > before - 2
     assert lengths_of(pace, [[0.9] * 8], 1, 0)[0] >= 4
 

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from paceline.engine.speculation.stats import SpecStats
     from paceline.measure.step_table import StepTable
 
+_TURN = 8  # tokens of a sequence that one engine decodes before it is the other's turn
+
 
 class Run(Struct, frozen=True):
-    """One batch: the seconds from its last first token to its end, and its tokens."""
+    """One batch: the seconds that it decoded, all prompts being read, and its tokens."""
 
     decode_s: float
     texts: tuple[tuple[int, ...], ...]
@@ -56,12 +58,12 @@ def measure(
     table: StepTable | None = None,
     on_round: Callable[[str, int, int], None] = lambda workload, batch, idx: None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each workload and batch size. The two engines take turns in each round.
+    """Return a row for each workload and batch size. The engines take turns of a few tokens.
 
     `table` is what steps of the plain engine cost; without it no speed-up is predicted.
     """
     for loaded in (plain, drafting):
-        run_batch(loaded, ["Hello"], 8)
+        Batch(loaded, ["Hello"], 8).run()
     rows = []
     for workload in workloads:
         for batch in batches:
@@ -73,39 +75,81 @@ def measure(
                 ]
                 # What it answered in an earlier round must not be what it guesses from.
                 salt = f"{workload} {batch} {idx}"
-                cell.plain.append(run_batch(plain, prompts, num_tokens, salt=salt))
                 before = _totals(drafting)
-                cell.drafting.append(run_batch(drafting, prompts, num_tokens, salt=salt))
+                runs = run_in_turns(
+                    [Batch(loaded, prompts, num_tokens, salt=salt) for loaded in (plain, drafting)],
+                    _TURN * batch,
+                )
+                cell.plain.append(runs[0])
+                cell.drafting.append(runs[1])
                 _count(cell, before, _totals(drafting))
             rows.append(_row(cell, table))
     return rows
 
 
-def run_batch(
-    loaded: LoadedModel, prompts: Sequence[str], num_tokens: int, *, salt: str = ""
-) -> Run:
-    """Run the prompts together; runs of another salt share nothing with them."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens)
-    requests = [
-        structs.replace(new_request(_encode(loaded, prompt), params), cache_salt=salt)
-        for prompt in prompts
-    ]
-    num_steps = loaded.engine.stats().num_steps
-    texts: dict[str, list[int]] = {request.id: [] for request in requests}
-    last_first = end = 0.0
-    for delta in stream(loaded.engine, requests):
-        end = time.perf_counter()
-        if delta.token_ids and not texts[delta.request_id]:
-            last_first = end
-        texts[delta.request_id] += delta.token_ids
-    num_known = sum(len(request.prompt_token_ids) for request in requests)
-    num_known += sum(map(len, texts.values())) // 2
-    return Run(
-        end - last_first,
-        tuple(map(tuple, texts.values())),
-        loaded.engine.stats().num_steps - num_steps,
-        num_known // len(requests),
-    )
+class Batch:
+    """Prompts that one engine answers together, a little at a time, and the seconds it decodes."""
+
+    def __init__(
+        self, loaded: LoadedModel, prompts: Sequence[str], num_tokens: int, *, salt: str = ""
+    ) -> None:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens)
+        requests = [
+            structs.replace(new_request(_encode(loaded, prompt), params), cache_salt=salt)
+            for prompt in prompts
+        ]
+        self._engine = loaded.engine
+        self._first_step = loaded.engine.stats().num_steps
+        self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self._texts: dict[str, list[int]] = {request.id: [] for request in requests}
+        self._num_waiting = len(requests)  # for their first token
+        self._deltas = stream(loaded.engine, requests)
+        self._decode_s = 0.0
+        self.num_tokens = 0
+        self.is_done = False
+
+    def advance(self, num_tokens: int) -> None:
+        """Go on until there are `num_tokens` in all; at least to where all have a first one."""
+        last_s = time.perf_counter()
+        while self._num_waiting or self.num_tokens < num_tokens:
+            delta = next(self._deltas, None)
+            if delta is None:
+                self.is_done = True
+                return
+            now_s = time.perf_counter()
+            if not self._num_waiting:
+                self._decode_s += now_s - last_s
+            last_s = now_s
+            text = self._texts[delta.request_id]
+            self._num_waiting -= bool(delta.token_ids and not text)
+            text += delta.token_ids
+            self.num_tokens += len(delta.token_ids)
+
+    def run(self) -> Run:
+        """Go on to the end, and return what was measured."""
+        while not self.is_done:
+            self.advance(self.num_tokens + 1)
+        num_known = self._num_prompt_tokens + self.num_tokens // 2
+        return Run(
+            self._decode_s,
+            tuple(map(tuple, self._texts.values())),
+            self._engine.stats().num_steps - self._first_step,
+            num_known // len(self._texts),
+        )
+
+
+def run_in_turns(batches: Sequence[Batch], num_tokens: int) -> list[Run]:
+    """Run several engines over the same prompts, whichever is behind by `num_tokens` at a time.
+
+    A machine that others use changes its speed within seconds: what is compared is measured in the
+    same ones.
+    """
+    going = list(batches)
+    while going:
+        behind = min(going, key=lambda batch: batch.num_tokens)
+        behind.advance(behind.num_tokens + num_tokens)
+        going = [batch for batch in going if not batch.is_done]
+    return [batch.run() for batch in batches]
 
 
 def _encode(loaded: LoadedModel, prompt: str) -> list[int]:

@@ -150,7 +150,9 @@ class Pace(Protocol):
         """
 
     def observe(self, *, num_rows: int, num_drafted: int, num_accepted: int, num_prefill: int,
-                seconds: float, draft_s: float, setup_s: float) -> None:  # fmt: skip
+                seconds: float, draft_s: float, setup_s: float,
+                look_s: float) -> None:  # fmt: skip
         """A step of `num_rows` rows took `seconds`; before that, `draft_s` went into making drafts,
-        `setup_s` of it into set-ups as forecast. They are `num_drafted` of the rows.
+        `setup_s` of it into set-ups as forecast, and `look_s` into finding out which were worth it.
+        They are `num_drafted` of the rows.
         """

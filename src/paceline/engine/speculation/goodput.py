@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence as Seq
 
 from paceline.engine.speculation.base import MAX_DRAFTED, Offer, RoundCost
@@ -22,6 +23,8 @@ _FUND_TRICKLE = 0.004  # of each step
 _HORIZON = 64  # tokens in which a set-up must pay for itself
 _PROBES = (1, 1, 3, 1, 7)  # their lengths: a longer draft may pay where a short one does not
 _FIRST_PROBE, _LAST_PROBE = 16, 512  # steps between probes; doubled when a probe loses
+_LOOK = 0.005  # of the time may go into finding out that nothing is worth drafting
+_MAX_REST = 16  # steps without a look: where text begins to repeat, drafts come so much later
 _PLAIN_AFTER = 48  # steps with drafts, one after the other, before one without: the measure of all
 _PLAIN_AFTER_DOUBT = 4  # the same, while drafts do not clearly win
 _SIZES = (1, 2, 3, 5, 7, 11, 15)  # drafts that are tried for whether right ones would pay at all
@@ -34,6 +37,8 @@ class Goodput:
     right, lost by the time that it took longer. When the balance cannot pay for a step's risk,
     there are no drafts, so whatever the estimates say no more than `_CREDIT` steps and `_TRICKLE`
     of the time are lost. A prompt in the step means no drafts: it fills the step by itself.
+    Looking for drafts takes time, too: where none was worth it, some steps pass before the next
+    look, so that `_LOOK` of the time is not exceeded.
 
     Guesses that cost time must be paid before they can win, set-ups long before. A fund pays for
     set-ups, with what drafts won lately, and for such guesses where the balance cannot. It has a
@@ -47,6 +52,7 @@ class Goodput:
         self._fund = _FUND
         self._num_idle = 0  # steps since drafts were last made
         self._num_drafting = 0  # steps since there were none
+        self._num_resting = 0  # steps to come without a look
         self._probe_after = _FIRST_PROBE
         self._is_probe = False
         self._num_probes = 0
@@ -74,7 +80,9 @@ class Goodput:
         self._num_rows = num_rows
         is_winning = self._balance > _MAX_CREDIT / 2
         is_due = self._num_drafting >= (_PLAIN_AFTER if is_winning else _PLAIN_AFTER_DOUBT)
-        if num_prefill or is_due or self._balance <= 0 or not self._cost.is_known:
+        if num_prefill or is_due or self._num_resting:
+            return False
+        if self._balance <= 0 or not self._cost.is_known:
             return False
         if self._probe_length(num_rows):
             return True
@@ -110,14 +118,16 @@ class Goodput:
         return none
 
     def observe(self, *, num_rows: int, num_drafted: int, num_accepted: int, num_prefill: int,
-                seconds: float, draft_s: float, setup_s: float) -> None:  # fmt: skip
+                seconds: float, draft_s: float, setup_s: float,
+                look_s: float) -> None:  # fmt: skip
         if num_prefill:
             return
         if (num_drafted or draft_s) and self._cost.is_known:
             num_plain = num_rows - num_drafted
             plain_s = self._cost.seconds(num_plain)
             # An interruption is not the draft's fault.
-            spent_s = min(seconds, 2 * self._cost.at_most(num_rows)) + max(draft_s - setup_s, 0.0)
+            spent_s = min(seconds, 2 * self._cost.at_most(num_rows)) + look_s
+            spent_s += max(draft_s - setup_s, 0.0)
             won = num_accepted / num_plain + 1 - spent_s / plain_s
             self._balance += won
             if draft_s:
@@ -133,6 +143,8 @@ class Goodput:
         else:
             self._num_idle += 1
             self._num_drafting = 0
+            num_paying = math.ceil(look_s / (_LOOK * seconds)) if seconds > 0 else 0
+            self._num_resting = max(self._num_resting - 1, min(num_paying - 1, _MAX_REST), 0)
         self._close_books()
         self._cost.observe(num_rows, seconds)
 

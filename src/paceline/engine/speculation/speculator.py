@@ -62,11 +62,13 @@ class Speculator:
         self._num_drafted = 0  # rows of the step
         self._propose_ns = 0  # of the step, for guesses that are not free
         self._setup_s = 0.0  # of that, as it was forecast
+        self._look_ns = 0  # of the step, for all else
 
     def extend(self, schedule: Schedule) -> None:
         """Add drafts to the step. A proposer that fails is not asked again."""
         begin_ns = self._clock()
-        self._candidates, self._num_drafted, self._propose_ns, self._setup_s = [], 0, 0, 0.0
+        self._candidates, self._num_drafted = [], 0
+        self._propose_ns, self._setup_s, self._look_ns = 0, 0.0, 0
         if self._proposer is None:
             return
         try:
@@ -79,7 +81,9 @@ class Speculator:
             with suppress(Exception):
                 self._proposer.close()
             self._proposer, self._candidates = None, []
-        schedule.draft_ns += self._clock() - begin_ns
+        took_ns = self._clock() - begin_ns
+        schedule.draft_ns += took_ns
+        self._look_ns = took_ns - self._propose_ns
 
     def _extend(self, schedule: Schedule, proposer: Proposer) -> None:
         num_left = self._rows.num_left(schedule)
@@ -171,6 +175,7 @@ class Speculator:
             seconds=seconds,
             draft_s=draft_s,
             setup_s=self._setup_s,
+            look_s=self._look_ns / 1e9,
         )
 
     def _learn(self, candidate: _Candidate, forecast: Forecast, draft: Draft | None) -> None:
