@@ -1,7 +1,7 @@
 """What each format of the KV cache buys, and its price: decode speed at a long context, and KL.
 
     python benchmarks/kv_dtypes.py MODEL [--threads 2] [--context 4000] [--rounds 7]
-        [--dtypes f16 bf16 f32 int8 fp8] [--against bf16] [--characters 100000]
+        [--dtypes f16 bf16 f32 int8 fp8 k8v4 int4] [--against bf16] [--characters 100000]
         [--activations f32] [--json FILE]
 
 Speed: every format has an engine, which computes the prompt once and keeps it. A round decodes

@@ -41,11 +41,11 @@ Format parse_format(const std::string& name) {
   fail("unknown weight format '" + name + "'");
 }
 KVFormat parse_kv_format(const std::string& name) {
-  constexpr const char* names[] = {"f32", "f16", "bf16", "int8", "fp8"};
+  constexpr const char* names[] = {"f32", "f16", "bf16", "int8", "fp8", "k8v4", "int4"};
   static_assert(std::size(names) == size_t(KVFormat::count));
   for (size_t i = 0; i < std::size(names); i++)
     if (name == names[i]) return KVFormat(i);
-  fail("kv dtype is '" + name + "': choose f16, bf16, f32, int8 or fp8");
+  fail("kv dtype is '" + name + "': choose f16, bf16, f32, int8, fp8, k8v4 or int4");
 }
 OpCode parse_op(const std::string& name) {
   for (int i = 0; i < int(OpCode::count); i++)

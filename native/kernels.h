@@ -49,23 +49,41 @@ struct Weight {  // [rows, k] repacked in panels of 16 rows (the last one zero-p
 struct Seq {
   int32_t first_row, num_rows, ctx_len;
 };
-// What K and V are kept as. int8 and fp8 have a scale, f16, for each token and head: x = scale * code, and codes are
-// integers in [-127, 127], or numbers of 8 bits (E4M3) up to 448.
-enum class KVFormat : int { f32, f16, bf16, int8, fp8, count };
-static constexpr bool kv_is_scaled(KVFormat f) { return f == KVFormat::int8 || f == KVFormat::fp8; }
+// What K and V are kept as. All but the floats have a scale, f16, for each token and head: x = scale * code, and codes
+// are integers in [-127, 127], or numbers of 8 bits (E4M3) up to 448. In int4 a group of 32 columns has a step and a
+// base, a byte each: code = base + step * nibble, of columns that a Hadamard matrix has mixed (hadamard.h). k8v4 has
+// the keys of int8 and the values of int4.
+enum class KVFormat : int { f32, f16, bf16, int8, fp8, k8v4, int4, count };
+enum class KVPart : int { keys, values };
+static constexpr bool kv_is_scaled(KVFormat f) { return f >= KVFormat::int8; }
+static constexpr bool kv_has_nibbles(KVFormat f, KVPart part) {
+  return f == KVFormat::int4 || (f == KVFormat::k8v4 && part == KVPart::values);
+}
 static constexpr size_t kv_item_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : kv_is_scaled(f) ? 1 : 2; }
 static constexpr size_t kv_scale_bytes(KVFormat f) { return kv_is_scaled(f) ? 2 : 0; }
+constexpr int kNibbleGroup = 32;  // columns with one step and base
+static constexpr size_t kv_groups(int head_dim) {
+  return (size_t(head_dim) + size_t(kNibbleGroup) - 1) / size_t(kNibbleGroup);
+}
+// Items of a token's head: two columns share a byte of nibbles.
+static constexpr size_t kv_items(KVFormat f, KVPart part, int head_dim) {
+  return size_t(head_dim) / (kv_has_nibbles(f, part) ? 2 : 1);
+}
 // Of the K, or of the V, of one head and layer in a block.
-static constexpr size_t kv_head_bytes(KVFormat f, int block_size, int head_dim) {
-  return size_t(block_size) * (size_t(head_dim) * kv_item_bytes(f) + kv_scale_bytes(f));
+static constexpr size_t kv_head_bytes(KVFormat f, KVPart part, int block_size, int head_dim) {
+  const size_t group_bytes = kv_has_nibbles(f, part) ? 2 * kv_groups(head_dim) : 0;
+  return size_t(block_size) * (kv_items(f, part, head_dim) * kv_item_bytes(f) + kv_scale_bytes(f) + group_bytes);
 }
 // [block][layer][K, V][kv_head], and in a head K: [head_dim][block_size], V: [block_size][head_dim]; in int8 K:
-// [head_dim / 2][block_size][2], V: [block_size / 2][head_dim][2]; then scale[block_size], if any. All layers of a
-// block lie together, so a short context touches few pages, and a block is copied or written to disk in one piece.
+// [head_dim / 2][block_size][2], V: [block_size / 2][head_dim][2]; in nibbles, the lower one first, K: [head_dim / 2]
+// [block_size] of columns 2i and 2i + 1, V: [block_size][head_dim / 2] of the first and second half of a group. Then
+// scale[block_size], if any, and step[groups][block_size], base[groups][block_size] of nibbles. All layers of a block
+// lie together, so a short context touches few pages, and a block is copied or written to disk in one piece.
 struct KVLayout {
   uint8_t* k = nullptr;  // of the first block and layer
   uint8_t* v = nullptr;
-  size_t block_bytes = 0, layer_bytes = 0, head_bytes = 0;  // from one to the next within what holds it
+  size_t block_bytes = 0, layer_bytes = 0;  // from one to the next within what holds it
+  size_t k_head_bytes = 0, v_head_bytes = 0;
   int block_size = 16, kv_heads = 0, head_dim = 0;
   KVFormat dtype = KVFormat::f16;
 };

@@ -13,13 +13,12 @@ namespace {
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Of one layer's K or V in a block.
-size_t part_bytes(const KVShape& kv) {
-  return size_t(kv.kv_heads) * kv_head_bytes(kv.dtype, kv.block_size, kv.head_dim);
+size_t part_bytes(const KVShape& kv, KVPart part) {
+  return size_t(kv.kv_heads) * kv_head_bytes(kv.dtype, part, kv.block_size, kv.head_dim);
 }
+size_t layer_bytes(const KVShape& kv) { return part_bytes(kv, KVPart::keys) + part_bytes(kv, KVPart::values); }
 // Kernels load sixteen values where a head's last eight are left, so the last head needs room behind it.
-size_t cache_bytes(const KVShape& kv) {
-  return 2 * size_t(kv.num_layers) * size_t(kv.num_blocks) * part_bytes(kv) + 64;
-}
+size_t cache_bytes(const KVShape& kv) { return size_t(kv.num_layers) * size_t(kv.num_blocks) * layer_bytes(kv) + 64; }
 size_t total(const std::vector<size_t>& slot_bytes) {
   size_t sum = 64;
   for (size_t bytes : slot_bytes) sum += round_up(bytes, 64);
@@ -49,20 +48,28 @@ int take_alone(Work& work, int grain) {
   return (*next += grain) - grain;
 }
 
-// One token's K and V of a head, from key to key of two blocks, or of one. The layouts are KVLayout's.
-void copy_values(const KVLayout& kv, const uint8_t* from_k, const uint8_t* from_v, int from_key, uint8_t* to_k,
-                 uint8_t* to_v, int to_key) {
-  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim), item = kv_item_bytes(kv.dtype);
-  const size_t src = size_t(from_key), dst = size_t(to_key);
-  for (size_t d = 0; d < dim; d++) std::memcpy(to_k + (d * size + dst) * item, from_k + (d * size + src) * item, item);
-  std::memmove(to_v + dst * dim * item, from_v + src * dim * item, dim * item);
-}
-void copy_codes(const KVLayout& kv, const uint8_t* from_k, const uint8_t* from_v, int from_key, uint8_t* to_k,
-                uint8_t* to_v, int to_key) {
-  const size_t size = size_t(kv.block_size), dim = size_t(kv.head_dim);
-  const size_t src = size_t(from_key), dst = size_t(to_key);
-  for (size_t d = 0; d < dim; d += 2) std::memcpy(to_k + d * size + 2 * dst, from_k + d * size + 2 * src, 2);
-  for (size_t d = 0; d < dim; d++) to_v[(dst / 2 * dim + d) * 2 + dst % 2] = from_v[(src / 2 * dim + d) * 2 + src % 2];
+// One token's K, or V, of a head, from key to key of two blocks, or of one. The layouts are KVLayout's.
+void copy_head(const KVLayout& kv, KVPart part, const uint8_t* from, size_t src, uint8_t* to, size_t dst) {
+  const size_t size = size_t(kv.block_size), items = kv_items(kv.dtype, part, kv.head_dim);
+  const size_t item = kv_item_bytes(kv.dtype), scale = kv_scale_bytes(kv.dtype);
+  const bool has_nibbles = kv_has_nibbles(kv.dtype, part);
+  const bool has_pairs = !has_nibbles && kv_is_scaled(kv.dtype) && kv.dtype != KVFormat::fp8;
+  auto copy = [&](size_t to_at, size_t from_at, size_t bytes) { std::memmove(to + to_at, from + from_at, bytes); };
+  if (part == KVPart::keys && has_pairs) {
+    for (size_t d = 0; d < items; d += 2) copy(d * size + 2 * dst, d * size + 2 * src, 2);
+  } else if (part == KVPart::keys) {
+    for (size_t d = 0; d < items; d++) copy((d * size + dst) * item, (d * size + src) * item, item);
+  } else if (has_pairs) {
+    for (size_t d = 0; d < items; d++)
+      copy((dst / 2 * items + d) * 2 + dst % 2, (src / 2 * items + d) * 2 + src % 2, 1);
+  } else {
+    copy(dst * items * item, src * items * item, items * item);
+  }
+  size_t rest = size * items * item;  // what lies behind the codes
+  copy(rest + dst * scale, rest + src * scale, scale);
+  rest += size * scale;
+  for (size_t g = 0; has_nibbles && g < 2 * kv_groups(kv.head_dim); g++)
+    copy(rest + g * size + dst, rest + g * size + src, 1);
 }
 
 }  // namespace
@@ -90,12 +97,12 @@ Program::Program(const KernelTable& table, int num_threads, StepLimits limits, K
   }
   slot_begin_.push_back(begin);
   madvise(kv_.data(), cache_bytes(kv), MADV_HUGEPAGE);  // a hint: the cache works without huge pages
-  const size_t part = part_bytes(kv);
   step_.kv = {kv_.data(),
-              kv_.data() + part,
-              2 * size_t(kv.num_layers) * part,
-              2 * part,
-              part / size_t(kv.kv_heads),
+              kv_.data() + part_bytes(kv, KVPart::keys),
+              size_t(kv.num_layers) * layer_bytes(kv),
+              layer_bytes(kv),
+              kv_head_bytes(kv.dtype, KVPart::keys, kv.block_size, kv.head_dim),
+              kv_head_bytes(kv.dtype, KVPart::values, kv.block_size, kv.head_dim),
               kv.block_size,
               kv.kv_heads,
               kv.head_dim,
@@ -249,19 +256,15 @@ void Program::check_slot(int64_t slot) const {
 }
 void Program::copy_slot(int src, int dst) {
   const KVLayout& kv = step_.kv;
-  const int from_key = src % kv.block_size, to_key = dst % kv.block_size;
-  const size_t scale = kv_scale_bytes(kv.dtype);
+  const size_t from_key = size_t(src % kv.block_size), to_key = size_t(dst % kv.block_size);
   const uint8_t* from = block(src / kv.block_size);
   uint8_t* to = block(dst / kv.block_size);
-  for (size_t part = 0; part < kv.block_bytes; part += kv.layer_bytes) {
-    for (size_t k = part; k < part + kv.layer_bytes / 2; k += kv.head_bytes) {
-      const size_t v = k + kv.layer_bytes / 2;
-      const auto copy = kv.dtype == KVFormat::int8 ? copy_codes : copy_values;
-      copy(kv, from + k, from + v, from_key, to + k, to + v, to_key);
-      if (!scale) continue;
-      const size_t scales = kv.head_bytes - size_t(kv.block_size) * scale;
-      for (size_t begin : {k + scales, v + scales})
-        std::memcpy(to + begin + size_t(to_key) * scale, from + begin + size_t(from_key) * scale, scale);
+  for (size_t layer = 0; layer < kv.block_bytes; layer += kv.layer_bytes) {
+    for (size_t head = 0; head < size_t(kv.kv_heads); head++) {
+      const size_t k = layer + head * kv.k_head_bytes;
+      const size_t v = layer + size_t(kv.v - kv.k) + head * kv.v_head_bytes;
+      copy_head(kv, KVPart::keys, from + k, from_key, to + k, to_key);
+      copy_head(kv, KVPart::values, from + v, from_key, to + v, to_key);
     }
   }
 }

@@ -1,12 +1,13 @@
 // Paged attention, one item at a time: some rows of one sequence under one KV head, with all its query heads.
-// Over floats here and in attend_tile.h, over int8 codes in attend_codes.h.
+// Over floats here and in attend_tile.h, over int8 codes in attend_codes.h; nibbles become those in attend_nibbles.h.
 //
 // A score is one chain of fused multiply-adds along the head, an output column adds p_j * v_j key by key in logical
 // order, and the softmax goes over tiles of 64 logical keys and segments of 512 counted from the sequence's first. So a
 // row's bits do not depend on the lane of a key, on the rows beside it, on the thread that took a segment, or on
 // whether it is a tree node (law 1).
-#include "attend_codes.h"
+#include "attend_nibbles.h"
 #include "attend_tile.h"
+#include "hadamard.h"
 
 namespace paceline::PL_ISA {
 namespace {
@@ -128,6 +129,10 @@ void attend_keys(const Item& it, const Tile<E>& tile, int keys, int first) {
   attend_rows(it, unpacked, first);
 }
 void attend_keys(const Item& it, const CodeTile& tile, int, int first) { attend_rows(it, tile, first); }
+void attend_keys(const Item& it, const NibbleTile& tile, int keys, int first) {
+  CodeTile codes;
+  attend_rows(it, as_codes(it, tile, keys, codes), first);
+}
 
 // The tail of a draft tree: keys from `first` on. A row's logical tiles are gathered out of the physical keys.
 template <class E>
@@ -189,6 +194,7 @@ void finish_rows(const Item& it) {
     f32x16 inverse = set1(1.0f / it.s.totals[i].sum);
     for (int d = 0; d < it.dim_padded; d += 16) store(total + d, mul(load(total + d), inverse));
     int head = it.at.kv_head * it.group + i % it.group;
+    if (kv_has_nibbles(it.step.kv.dtype, KVPart::values)) mix_columns(total, it.dim);  // as they were before
     store_part(it.op.out, it.at.row_begin + i / it.group, head * it.dim, it.dim, total);
   }
 }
@@ -248,7 +254,9 @@ void attend_item(const Item& it) {
     keys = seq.ctx_len + seq.num_rows - shared_end;
     point_tile(it, shared_end, keys, tile);
     aim_ahead(tile, tile, 0);
-    for (int i = 0; i < it.num_rows; i++) attend_tree_row(it, tile, i, shared_end, keys);
+    CodeTile codes;
+    const auto& tail = as_codes(it, tile, keys, codes);
+    for (int i = 0; i < it.num_rows; i++) attend_tree_row(it, tail, i, shared_end, keys);
   }
   for (int i = 0; i < it.num_rows; i++) close_segment(it, i);
   finish_rows(it);
@@ -295,6 +303,8 @@ void attend(const Op& op, const Step& step, Work& work) {
     Item it{op, step, at, s, (at.row_end - at.row_begin) * group, dim, (dim + 15) / 16 * 16, group};
     switch (step.kv.dtype) {
       case KVFormat::int8: attend_item<CodeTile>(it); break;
+      case KVFormat::k8v4:
+      case KVFormat::int4: attend_item<NibbleTile>(it); break;
       case KVFormat::fp8: attend_item<Tile<FP8>>(it); break;
       case KVFormat::f16: attend_item<Tile<F16>>(it); break;
       case KVFormat::bf16: attend_item<Tile<BF16>>(it); break;

@@ -48,12 +48,14 @@ inline float quantize_i16(const float* x, int n, int16_t* codes) {
   return !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : top / float(kMaxI16);
 }
 
-inline void prepare_queries(const Item& it, const CodeTile&) {
+inline void quantize_queries(const Item& it) {
   for (int i = 0; i < it.num_rows; i++) {
     const size_t at = size_t(i) * size_t(it.dim_padded);
     it.s.q_scale[i] = quantize_i16(it.s.q + at, it.dim, it.s.codes + at);
   }
 }
+
+inline void prepare_queries(const Item& it, const CodeTile&) { quantize_queries(it); }
 
 // scores[r][16 * (first + c) + lane] = q[r] . k over R rows and C vectors of keys.
 template <int R, int C>

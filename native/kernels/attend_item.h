@@ -21,7 +21,7 @@ struct Scratch {
   float *q, *out, *total;     // [rows][dim_padded]; out: of this segment, total: of those before
   float* p;                   // [rows][kTile] scores, then probabilities
   float* raw;                 // [2 * kTile] a row's scores of a tree's tail in physical order
-  int16_t* codes;             // [rows][dim_padded] q over q_scale, where the cache is int8
+  int16_t* codes;             // [rows][dim_padded] q over q_scale, where the cache has codes
   float* q_scale;             // [rows]
   float *k, *v;               // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
   Softmax *running, *totals;  // of out and of total
@@ -44,9 +44,9 @@ struct HeadPlace {
 PL_INLINE HeadPlace place_of(const Item& it, int key) {
   const KVLayout& kv = it.step.kv;
   const int32_t* table = it.step.tables + size_t(it.at.seq) * size_t(it.step.max_blocks);
-  const size_t at = size_t(table[key / kv.block_size]) * kv.block_bytes + size_t(it.op.layer) * kv.layer_bytes +
-                    size_t(it.at.kv_head) * kv.head_bytes;
-  return {kv.k + at, kv.v + at, key % kv.block_size};
+  const size_t at = size_t(table[key / kv.block_size]) * kv.block_bytes + size_t(it.op.layer) * kv.layer_bytes;
+  const size_t head = size_t(it.at.kv_head);
+  return {kv.k + at + head * kv.k_head_bytes, kv.v + at + head * kv.v_head_bytes, key % kv.block_size};
 }
 
 // Says how far the tile that comes next is, of which num_next keys count: it is fetched while this one is read.

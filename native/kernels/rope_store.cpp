@@ -1,5 +1,7 @@
 // Norm and rotate q and k, and put k and v into the KV cache.
 #include "e4m3.h"
+#include "hadamard.h"
+#include "nibbles.h"
 #include "rms_norm.h"
 
 namespace paceline::PL_ISA {
@@ -77,16 +79,34 @@ PL_INLINE HeadScale scale_head(const float* x, int n, float top) {
 
 // codes[n]; returns the bits of their scale.
 PL_INLINE uint16_t quantize_head(const float* x, int n, KVFormat dtype, uint8_t* codes) {
-  const float top = dtype == KVFormat::int8 ? 127.0f : 448.0f;
+  const float top = dtype == KVFormat::fp8 ? 448.0f : 127.0f;
   const HeadScale scale = scale_head(x, n, top);
   for (int i = 0; i < n; i += 16) {
     const f32x16 v = scale.is_zero ? set1(0.0f) : mul(load_n(x + i, n - i), scale.inverse);
-    if (dtype == KVFormat::int8)
-      store_i8(reinterpret_cast<int8_t*>(codes + i), v);
-    else
+    if (dtype == KVFormat::fp8)
       store_e4m3(codes + i, max(min(v, set1(top)), set1(-top)));
+    else
+      store_i8(reinterpret_cast<int8_t*>(codes + i), v);
   }
   return scale.bits;
+}
+
+struct NibbleHead {
+  int8_t nibbles[kMaxHeadDim];
+  uint8_t steps[kMaxHeadDim / kNibbleGroup], bases[kMaxHeadDim / kNibbleGroup];
+  uint16_t scale;
+};
+PL_INLINE void quantize_head(const float* x, int n, NibbleHead& head) {
+  const f32x16 top = set1(float(kMaxCode)), bottom = set1(-float(kMaxCode));
+  const HeadScale scale = scale_head(x, n, float(kMaxCode));
+  for (int begin = 0, g = 0; begin < n; begin += kNibbleGroup, g++) {
+    const int count = min_int(kNibbleGroup, n - begin);
+    float codes[kNibbleGroup] = {};
+    for (int i = 0; i < count && !scale.is_zero; i += 16)
+      store(codes + i, max(min(mul(load_n(x + begin + i, count - i), scale.inverse), top), bottom));
+    choose_nibbles(codes, count, head.nibbles + begin, &head.steps[g], &head.bases[g]);
+  }
+  head.scale = scale.bits;
 }
 
 // Where one head's K and V of a slot go: the layout is KVLayout's.
@@ -95,23 +115,68 @@ struct Slot {
   size_t offset, dim, size;
 };
 
+// Steps and bases of a slot, behind all scales of its block.
+PL_INLINE void put_steps(const Slot& at, const NibbleHead& head, uint8_t* part) {
+  uint8_t* steps = part + at.size * (at.dim / 2 + 2) + at.offset;
+  const size_t groups = kv_groups(int(at.dim));
+  for (size_t g = 0; g < groups; g++) {
+    steps[g * at.size] = head.steps[g];
+    steps[(groups + g) * at.size] = head.bases[g];
+  }
+}
+
+// Each puts the codes of a head into its slot and returns their scale.
+PL_INLINE uint16_t put_nibble_keys(const Slot& at, const float* k) {
+  NibbleHead head;
+  quantize_head(k, int(at.dim), head);
+  for (size_t i = 0; i < at.dim / 2; i++)
+    at.k[i * at.size + at.offset] = uint8_t(head.nibbles[2 * i] | head.nibbles[2 * i + 1] << 4);
+  put_steps(at, head, at.k);
+  return head.scale;
+}
+PL_INLINE uint16_t put_nibble_values(const Slot& at, const float* v) {
+  NibbleHead head;
+  quantize_head(v, int(at.dim), head);
+  uint8_t* to = at.v + at.offset * at.dim / 2;
+  for (size_t begin = 0; begin < at.dim; begin += kNibbleGroup) {
+    const size_t half = size_t(min_int(kNibbleGroup, int(at.dim - begin))) / 2;
+    const int8_t* from = head.nibbles + begin;
+    for (size_t i = 0; i < half; i++) *to++ = uint8_t(from[i] | from[half + i] << 4);
+  }
+  put_steps(at, head, at.v);
+  return head.scale;
+}
+PL_INLINE uint16_t put_keys(const Slot& at, const float* k, KVFormat dtype) {
+  alignas(64) uint8_t codes[kMaxHeadDim];
+  const uint16_t scale = quantize_head(k, int(at.dim), dtype, codes);
+  if (dtype == KVFormat::fp8) {
+    for (size_t d = 0; d < at.dim; d++) at.k[d * at.size + at.offset] = codes[d];
+  } else {
+    for (size_t d = 0; d < at.dim; d += 2) std::memcpy(at.k + d * at.size + 2 * at.offset, codes + d, 2);
+  }
+  return scale;
+}
+PL_INLINE uint16_t put_values(const Slot& at, const float* v, KVFormat dtype) {
+  alignas(64) uint8_t codes[kMaxHeadDim];
+  const uint16_t scale = quantize_head(v, int(at.dim), dtype, codes);
+  if (dtype == KVFormat::fp8) {
+    std::memcpy(at.v + at.offset * at.dim, codes, at.dim);
+  } else {
+    uint8_t* pairs = at.v + at.offset / 2 * at.dim * 2 + at.offset % 2;
+    for (size_t d = 0; d < at.dim; d++) pairs[2 * d] = codes[d];
+  }
+  return scale;
+}
+
 PL_INLINE void store_codes(const Slot& at, const float* k, const float* v, KVFormat dtype) {
-  alignas(64) uint8_t k_codes[kMaxHeadDim], v_codes[kMaxHeadDim];
-  const uint16_t k_scale = quantize_head(k, int(at.dim), dtype, k_codes);
-  uint16_t v_scale = quantize_head(v, int(at.dim), dtype, v_codes);
+  const bool has_nibble_keys = kv_has_nibbles(dtype, KVPart::keys);
+  const bool has_nibble_values = kv_has_nibbles(dtype, KVPart::values);
+  const uint16_t k_scale = has_nibble_keys ? put_nibble_keys(at, k) : put_keys(at, k, dtype);
+  uint16_t v_scale = has_nibble_values ? put_nibble_values(at, v) : put_values(at, v, dtype);
   // A score of NaN becomes a probability of 0, so it takes V to tell who sees this key.
   if (k_scale >= kInfinityF16) v_scale = kNanF16;
-  const size_t scales = at.size * at.dim + 2 * at.offset;
-  if (dtype == KVFormat::int8) {
-    uint8_t* pairs = at.v + at.offset / 2 * at.dim * 2 + at.offset % 2;
-    for (size_t d = 0; d < at.dim; d += 2) std::memcpy(at.k + d * at.size + 2 * at.offset, k_codes + d, 2);
-    for (size_t d = 0; d < at.dim; d++) pairs[2 * d] = v_codes[d];
-  } else {
-    for (size_t d = 0; d < at.dim; d++) at.k[d * at.size + at.offset] = k_codes[d];
-    std::memcpy(at.v + at.offset * at.dim, v_codes, at.dim);
-  }
-  std::memcpy(at.k + scales, &k_scale, 2);
-  std::memcpy(at.v + scales, &v_scale, 2);
+  std::memcpy(at.k + at.size * kv_items(dtype, KVPart::keys, int(at.dim)) + 2 * at.offset, &k_scale, 2);
+  std::memcpy(at.v + at.size * kv_items(dtype, KVPart::values, int(at.dim)) + 2 * at.offset, &v_scale, 2);
 }
 
 PL_INLINE void store_f32(const Slot& at, const float* k, const float* v) {
@@ -128,33 +193,39 @@ PL_INLINE void store_narrow(const Slot& at, const float* k, const float* v, KVFo
   std::memcpy(at.v + at.offset * at.dim * 2, narrow_v, at.dim * 2);
 }
 
-// Two rows of neighbouring slots may be stored at once: in int8 they share cache lines, but no byte.
+// Two rows of neighbouring slots may be stored at once: codes share cache lines, but no byte.
 PL_INLINE void store_kv(const Op& op, const KVLayout& kv, int slot, int head, const float* k, const float* v) {
-  const size_t begin =
-      size_t(slot / kv.block_size) * kv.block_bytes + size_t(op.layer) * kv.layer_bytes + size_t(head) * kv.head_bytes;
-  const Slot at{kv.k + begin, kv.v + begin, size_t(slot % kv.block_size), size_t(kv.head_dim), size_t(kv.block_size)};
+  const size_t begin = size_t(slot / kv.block_size) * kv.block_bytes + size_t(op.layer) * kv.layer_bytes;
+  uint8_t *k_head = kv.k + begin + size_t(head) * kv.k_head_bytes,
+          *v_head = kv.v + begin + size_t(head) * kv.v_head_bytes;
+  const Slot at{k_head, v_head, size_t(slot % kv.block_size), size_t(kv.head_dim), size_t(kv.block_size)};
   switch (kv.dtype) {
-    case KVFormat::int8:
-    case KVFormat::fp8: return store_codes(at, k, v, kv.dtype);
     case KVFormat::f32: return store_f32(at, k, v);
-    default: store_narrow(at, k, v, kv.dtype);
+    case KVFormat::f16:
+    case KVFormat::bf16: return store_narrow(at, k, v, kv.dtype);
+    default: store_codes(at, k, v, kv.dtype);
   }
 }
 
 PL_INLINE void rope_store_row(const Op& op, const Step& step, int row) {
   int dim = op.head_dim, group = op.heads / op.kv_heads;
+  const bool mixes_keys = kv_has_nibbles(step.kv.dtype, KVPart::keys);
+  const bool mixes_values = kv_has_nibbles(step.kv.dtype, KVPart::values);
   size_t record = size_t(step.positions[row]) * size_t(op.rope_dims);
   Rope rope{op, op.rope_table ? op.rope_table + record : nullptr};
   alignas(64) float k[kMaxHeadDim] = {}, v[kMaxHeadDim] = {}, q[kMaxHeadDim];
   for (int h = 0; h < op.heads; h++) {
     rope.head(f32_row(op.in[0], row) + h * dim, op.norm_weight[0], q);
     if (op.query_factor) even_out(q, nullptr, op.query_factor + h / group * dim, dim);
+    if (mixes_keys) mix_columns(q, dim);
     std::memcpy(f32_row(op.out, row) + h * dim, q, size_t(dim) * 4);
   }
   for (int h = 0; h < op.kv_heads; h++) {
     rope.head(f32_row(op.in[1], row) + h * dim, op.norm_weight[1], k);
     if (op.key_factor) even_out(k, op.key_shift + h * dim, op.key_factor + h * dim, dim);
+    if (mixes_keys) mix_columns(k, dim);
     std::memcpy(v, f32_row(op.in[2], row) + h * dim, size_t(dim) * 4);
+    if (mixes_values) mix_columns(v, dim);
     store_kv(op, step.kv, step.slots[row], h, k, v);
   }
 }

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from paceline.errors import ParameterError
 
-KVDtype = Literal["f16", "bf16", "f32", "int8", "fp8"]
-KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32", "int8", "fp8")
+KVDtype = Literal["f16", "bf16", "f32", "int8", "fp8", "k8v4", "int4"]
+KV_DTYPES: tuple[KVDtype, ...] = ("f16", "bf16", "f32", "int8", "fp8", "k8v4", "int4")
 Activations = Literal["q8", "f32"]
 ACTIVATIONS: tuple[Activations, ...] = ("q8", "f32")
 MAX_STEP = 2**20  # tokens and sequences of one step

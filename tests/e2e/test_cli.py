@@ -82,6 +82,7 @@ def test_info_reads_the_header_alone(script_path):
     assert facts["kv_bytes_per_token"] == 2 * 16 * 2
     assert facts["kv_bytes_per_token_by_dtype"] == {
         "f16": 64, "bf16": 64, "f32": 128, "int8": 2 * (16 + 2), "fp8": 2 * (16 + 2),
+        "k8v4": (16 + 2) + (8 + 4), "int4": 2 * (8 + 4),
     }  # fmt: skip
     assert facts["memory"]["kv_bytes"] == 3 * 112 * 64
     assert sum(facts["weight_bytes_by_format"].values()) == facts["weight_bytes"]

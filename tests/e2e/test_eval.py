@@ -83,11 +83,12 @@ def test_a_coarser_kv_format_shows_in_kl(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text(WORDS * 6)
     options = ("--text", text, "--context", 32, "--against-kv-dtype", "f32")
-    means = [
-        evaluate(model, *options, "--kv-dtype", kv)["text"]["kl_mean"]["value"]
-        for kv in ("f16", "int8", "fp8")
-    ]
-    assert 0 < means[0] < means[1] < means[2]
+    means = {
+        kv: evaluate(model, *options, "--kv-dtype", kv)["text"]["kl_mean"]["value"]
+        for kv in ("f16", "int8", "fp8", "k8v4", "int4")
+    }
+    assert 0 < means["f16"] < means["int8"] < means["fp8"]
+    assert means["int8"] < means["k8v4"] < means["int4"]
 
 
 def test_the_begin_token_stands_before_every_window(tmp_path: Path) -> None:

@@ -65,8 +65,10 @@ _grammars_of: WeakKeyDictionary[Engine, Grammars] = WeakKeyDictionary()
 
 def make_engine(path: Path, kv_dtype: str = "f32", **options) -> Engine:
     options = {"kv_memory_bytes": 400 * BLOCK_BYTES, **options}
-    if kv_dtype in ("int8", "fp8"):  # as many blocks: a head is 16 codes and a scale, not 16 floats
-        options["kv_memory_bytes"] = options["kv_memory_bytes"] * 18 // 64
+    # As many blocks: K and V of a head are 16 codes and a scale each, not 16 floats. 16 nibbles
+    # have a step and a base too.
+    head_bytes = {"int8": 36, "fp8": 36, "k8v4": 30, "int4": 24}.get(kv_dtype, 128)
+    options["kv_memory_bytes"] = options["kv_memory_bytes"] * head_bytes // 128
     loaded = load_model(str(path), EngineConfig(kv_dtype=kv_dtype, **options))
     _grammars_of[loaded.engine] = loaded.grammars
     return loaded.engine
@@ -277,7 +279,7 @@ def test_a_round_trip_through_a_tier_gives_the_same_bits(folder, tmp_path, spec)
 
 def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
     job = Job(tuple(range(70)), GREEDY)
-    for kv_dtype in ("f32", "f16", "int8", "fp8"):
+    for kv_dtype in ("f32", "f16", "int8", "fp8", "k8v4", "int4"):
         engine = load_model(
             str(model_path(folder, "q8_0")),
             EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",

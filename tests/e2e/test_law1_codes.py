@@ -26,7 +26,7 @@ from tests.e2e.test_law1_speculation import SHAPES, drafting_engine
 from tests.tiny import random_model, write_gguf
 from tests.unit.proposers import Oracle
 
-DTYPES = ["int8", "fp8"]
+DTYPES = ["int8", "fp8", "k8v4", "int4"]
 
 
 @pytest.fixture(scope="module")

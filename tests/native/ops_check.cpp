@@ -141,8 +141,9 @@ void check_attention(int dim, KVFormat dtype, int ctx, bool is_tree, int window,
   std::vector<float> q = random_floats(size_t(rows * heads * dim)), k = random_floats(size_t(rows * kv_heads * dim)),
                      v = k;
   std::vector<float> norm = random_floats(size_t(dim)), rope = random_floats(size_t((ctx + rows) * dim));
-  const size_t head = kv_head_bytes(dtype, block_size, dim), part = kv_heads * head, layers = 2;
-  std::vector<uint8_t> cache(size_t(num_blocks) * layers * 2 * part + 64);
+  const size_t k_head = kv_head_bytes(dtype, KVPart::keys, block_size, dim), part = kv_heads * k_head, layers = 2;
+  const size_t v_head = kv_head_bytes(dtype, KVPart::values, block_size, dim), layer = part + kv_heads * v_head;
+  std::vector<uint8_t> cache(size_t(num_blocks) * layers * layer + 64);
   for (size_t i = 0; i + 2 <= cache.size(); i += 2) cache[i + 1] = uint8_t(i / 2 % 3 + 0x3c);
   std::vector<int32_t> positions, slots, table;
   for (int i = 0; i < num_blocks; i++) table.push_back(num_blocks - 1 - i);
@@ -162,7 +163,8 @@ void check_attention(int dim, KVFormat dtype, int ctx, bool is_tree, int window,
   step.tables = table.data();
   step.seqs = &seq;
   step.tree = is_tree ? tree.data() : nullptr;
-  step.kv = {cache.data(), cache.data() + part, layers * 2 * part, 2 * part, head, block_size, kv_heads, dim, dtype};
+  step.kv = {cache.data(), cache.data() + part, layers * layer, layer, k_head,
+             v_head,       block_size,          kv_heads,       dim,   dtype};
   Op op;
   op.in[0] = mat(q, heads * dim);
   op.in[1] = mat(k, kv_heads * dim);
@@ -217,7 +219,8 @@ void check_attention(int dim, KVFormat dtype, int ctx, bool is_tree, int window,
 int main() {
   for (int cols : {1, 31, 64, 100, 1030, 2100}) check_row_ops(cols);
   for (int dim : {8, 40, 64, 128}) {
-    for (KVFormat dtype : {KVFormat::f32, KVFormat::f16, KVFormat::bf16, KVFormat::int8, KVFormat::fp8}) {
+    for (KVFormat dtype : {KVFormat::f32, KVFormat::f16, KVFormat::bf16, KVFormat::int8, KVFormat::fp8, KVFormat::k8v4,
+                           KVFormat::int4}) {
       check_attention(dim, dtype, 30, false, 0, 0);
       check_attention(dim, dtype, 30, true, 25, 3);
       check_attention(dim, dtype, 470, false, 300, 0);  // over the end of a segment

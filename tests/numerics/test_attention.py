@@ -23,18 +23,20 @@ def load(model, backend=None, **kw):
     return Runner.load(backend or NativeBackend(2), *model, **kw)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "int8", "fp8", "k8v4", "int4"])
 def test_long_context_with_window_equals_the_reference(model, kv_dtype):
     tokens = random_tokens(np.random.default_rng(0), 700, SHAPE.vocab)
     got, want = (
         load(model, backend, num_seqs=1, max_len=768, kv_dtype=kv_dtype).step([(0, tokens)])[0]
         for backend in (NativeBackend(2), ReferenceBackend())
     )
-    tolerance = {"f32": 2e-5, "f16": 3e-3, "int8": 2e-2, "fp8": 6e-2}[kv_dtype]
+    tolerance = {"f32": 2e-5, "f16": 3e-3, "int8": 2e-2, "fp8": 6e-2, "k8v4": 5e-2, "int4": 0.2}[
+        kv_dtype
+    ]
     np.testing.assert_allclose(got, want, atol=tolerance)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "int8", "fp8", "k8v4", "int4"])
 def test_stale_nan_in_the_cache_never_reaches_a_result(model, kv_dtype):
     rng = np.random.default_rng(1)
     chunks = [
@@ -72,7 +74,7 @@ def test_copied_and_rewritten_blocks_serve_like_the_original(model):
     np.testing.assert_array_equal(step[2], step[0])
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "int8", "fp8", "k8v4", "int4"])
 def test_reference_moves_blocks_too(model, kv_dtype):
     runner = load(model, ReferenceBackend(), kv_dtype=kv_dtype)
     prompt = random_tokens(np.random.default_rng(3), 20, SHAPE.vocab)

@@ -24,7 +24,7 @@ def slot(runner, seq, position):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "int8", "fp8", "k8v4", "int4"])
 def test_a_branch_moved_behind_the_text_serves_like_the_text(name, kv_dtype):
     """Nodes 1 and 3 of a tree are right: their slots move by one and by two, across blocks."""
     prompt = random_tokens(np.random.default_rng(5), 29, SHAPE.vocab)

@@ -1,4 +1,4 @@
-"""The int8 and fp8 KV caches: what is stored, what attention makes of it, and its error."""
+"""KV caches of codes: what is stored, what attention makes of it, and its error."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 from paceline import _native
 from paceline.backends.evening import FLOOR, NUM_POSITIONS, even_out
+from paceline.backends.kv_formats import PART_DTYPES, mix_columns, round_to, round_to_nibbles
 from paceline.backends.native import NativeBackend
-from paceline.backends.reference import ReferenceBackend, rotate, round_to
+from paceline.backends.reference import ReferenceBackend, rotate
 from paceline.plan.plan import KeyBias, Plan, RopeTable
 from tests.numerics.program_cases import (
     Runner,
@@ -19,6 +20,7 @@ from tests.numerics.program_cases import (
     random_weights,
 )
 
+DTYPES = ["int8", "fp8", "k8v4", "int4"]
 BLOCK = 32
 DIM = 64
 ROPE = RopeTable(tuple(1e6 ** (-2 * i / DIM) for i in range(DIM // 2)))
@@ -65,26 +67,65 @@ def random_tables(*, heads: int, kv_heads: int, dim: int, rows: int = 64, seed: 
 def stored(
     runner: Runner, num_tokens: int, *, kv_heads: int, dim: int, kv_dtype: str
 ) -> list[np.ndarray]:
-    """K and V of sequence 0, [N, kv_heads, dim], out of the bytes of its blocks."""
-    data = runner.backend.read_blocks(runner.tables[0])
-    found: list[list[np.ndarray]] = [[], []]
-    for block in data.reshape(len(data), 2, kv_heads, BLOCK * (dim + 2)):
-        for part, heads in enumerate(block):
-            codes = heads[:, : BLOCK * dim]
-            scales = np.ascontiguousarray(heads[:, BLOCK * dim :]).view(np.float16)
-            if kv_dtype == "fp8":
-                codes = e4m3(codes)
-                shape = (kv_heads, dim, BLOCK) if part == 0 else (kv_heads, BLOCK, dim)
-                codes = codes.reshape(shape).transpose((2, 0, 1) if part == 0 else (1, 0, 2))
-            elif part == 0:
-                codes = codes.view(np.int8).reshape(kv_heads, dim // 2, BLOCK, 2)
-                codes = codes.transpose(2, 0, 1, 3)
-            else:
-                codes = codes.view(np.int8).reshape(kv_heads, BLOCK // 2, dim, 2)
-                codes = codes.transpose(1, 3, 0, 2)
-            values = codes.reshape(BLOCK, kv_heads, dim) * scales.T[..., None].astype(np.float32)
-            found[part].append(values)
-    return [np.concatenate(part)[:num_tokens] for part in found]
+    """K and V of sequence 0, [N, kv_heads, dim], out of the bytes of its blocks.
+
+    Columns of nibbles are still mixed.
+    """
+    data, begin, parts = runner.backend.read_blocks(runner.tables[0]), 0, []
+    for is_value, dtype in enumerate(PART_DTYPES.get(kv_dtype, (kv_dtype, kv_dtype))):
+        narrow = dtype == "int4"
+        num_bytes = BLOCK * (dim // 2 + 2 + 2 * -(-dim // 32) if narrow else dim + 2)
+        heads = data[:, begin : begin + kv_heads * num_bytes].reshape(-1, num_bytes)
+        read = {"int8": read_int8, "fp8": read_fp8, "int4": read_int4}[dtype]
+        values = np.stack([read(head, dim, bool(is_value)) for head in heads])  # [.., BLOCK, dim]
+        values = values.reshape(len(data), kv_heads, BLOCK, dim).transpose(0, 2, 1, 3)
+        parts.append(values.reshape(-1, kv_heads, dim)[:num_tokens])
+        begin += kv_heads * num_bytes
+    return parts
+
+
+def scales_of(head: np.ndarray, begin: int) -> np.ndarray:
+    """[BLOCK, 1] from the bytes of a head in a block."""
+    return head[begin : begin + 2 * BLOCK].view(np.float16).astype(np.float32)[:, None]
+
+
+def read_int8(head: np.ndarray, dim: int, is_value: bool) -> np.ndarray:
+    codes = head[: BLOCK * dim].view(np.int8)
+    if is_value:
+        codes = codes.reshape(BLOCK // 2, dim, 2).transpose(0, 2, 1)
+    else:
+        codes = codes.reshape(dim // 2, BLOCK, 2).transpose(1, 0, 2)
+    return codes.reshape(BLOCK, dim) * scales_of(head, BLOCK * dim)
+
+
+def read_fp8(head: np.ndarray, dim: int, is_value: bool) -> np.ndarray:
+    codes = e4m3(head[: BLOCK * dim])
+    codes = codes.reshape(BLOCK, dim) if is_value else codes.reshape(dim, BLOCK).T
+    return codes * scales_of(head, BLOCK * dim)
+
+
+def read_int4(head: np.ndarray, dim: int, is_value: bool) -> np.ndarray:
+    half, groups = dim // 2, -(-dim // 32)
+    steps, bases = head[BLOCK * (half + 2) :].reshape(2, groups, BLOCK)
+    packed = head[: BLOCK * half]
+    packed = packed.reshape(BLOCK, half) if is_value else packed.reshape(half, BLOCK).T
+    nibbles = np.empty((BLOCK, dim), np.int32)
+    for begin in range(0, dim, 32):
+        part = packed[:, begin // 2 : min(begin + 32, dim) // 2]
+        columns = nibbles[:, begin : begin + 32]
+        if is_value:
+            columns[:, : part.shape[1]], columns[:, part.shape[1] :] = part & 15, part >> 4
+        else:
+            columns[:, ::2], columns[:, 1::2] = part & 15, part >> 4
+    wide = np.repeat(np.arange(groups), 32)[:dim]
+    codes = bases.view(np.int8)[wide].T.astype(np.int32) + steps[wide].T * nibbles
+    return codes.astype(np.float32) * scales_of(head, BLOCK * half)
+
+
+def defined(kv_dtype: str, name: str, x: np.ndarray) -> np.ndarray:
+    """What the reference says is kept of the keys or values x; columns of nibbles are mixed."""
+    dtype = PART_DTYPES.get(kv_dtype, (kv_dtype, kv_dtype))["kv".index(name)]
+    return round_to_nibbles(mix_columns(x)) if dtype == "int4" else round_to(dtype, x)
 
 
 def e4m3(bits: np.ndarray) -> np.ndarray:
@@ -94,7 +135,7 @@ def e4m3(bits: np.ndarray) -> np.ndarray:
     return np.where(bits & 128, -size, size).astype(np.float32)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 40, 64, 128, 256])
 @pytest.mark.parametrize("isa", _native.isas())
 def test_the_bytes_of_a_block_are_what_the_reference_defines(isa, dim, kv_dtype):
@@ -110,11 +151,11 @@ def test_the_bytes_of_a_block_are_what_the_reference_defines(isa, dim, kv_dtype)
     with np.errstate(invalid="ignore"):  # of scales where no token is
         found = stored(runner, 50, kv_heads=2, dim=dim, kv_dtype=kv_dtype)
     for name, values in zip("kv", found, strict=True):
-        want = round_to(kv_dtype, tables[name][:50].reshape(50, 2, dim))
+        want = defined(kv_dtype, name, tables[name][:50].reshape(50, 2, dim))
         np.testing.assert_array_equal(values, want)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (6, 1), (14, 2), (8, 1)])
 @pytest.mark.parametrize("dim", [8, 24, 64, 128])
 def test_attention_over_the_codes_equals_the_reference(heads, kv_heads, dim, kv_dtype):
@@ -156,7 +197,7 @@ def test_the_error_is_that_of_one_step_of_codes():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e9])
 @pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_a_value_past_the_format_makes_nan_of_those_who_see_it_alone(name, value, kv_dtype):
     options = {"heads": 2, "kv_heads": 1, "kv_dtype": kv_dtype}
     tables = random_tables(heads=2, kv_heads=1, dim=32)
@@ -168,7 +209,7 @@ def test_a_value_past_the_format_makes_nan_of_those_who_see_it_alone(name, value
     assert np.isnan(broken[20:]).any(axis=1).all()
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize(("head_dim", "block_size"), [(8, 16), (40, 48), (64, 16), (128, 64)])
 def test_every_isa_gives_the_same_bits(isa, head_dim, block_size, kv_dtype):
@@ -206,7 +247,9 @@ def run_with(backend, tables, *, kv_dtype: str = "int8", **options) -> np.ndarra
     return np.concatenate([runner.step([(0, list(range(n)))])[0] for n in (50, 14)])
 
 
-@pytest.mark.parametrize(("kv_dtype", "least_gain"), [("int8", 5), ("fp8", 1.1)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "least_gain"), [("int8", 5), ("fp8", 1.1), ("k8v4", 2), ("int4", 2)]
+)
 def test_biased_keys_lose_less_where_their_bias_is_known(kv_dtype, least_gain):
     tables = biased_tables(kv_heads=2)
     bias = KeyBias("bias", ROPE)
@@ -218,7 +261,7 @@ def test_biased_keys_lose_less_where_their_bias_is_known(kv_dtype, least_gain):
     assert error < without / least_gain
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_attention_over_evened_keys_equals_the_reference(kv_dtype):
     tables = biased_tables(kv_heads=2)
     got, want = (
@@ -228,7 +271,7 @@ def test_attention_over_evened_keys_equals_the_reference(kv_dtype):
     np.testing.assert_allclose(got, want, atol=2e-3)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 @pytest.mark.parametrize("isa", _native.isas())
 def test_the_bytes_of_evened_keys_are_what_the_reference_defines(isa, kv_dtype):
     tables = random_tables(heads=2, kv_heads=2, dim=40)
@@ -242,11 +285,12 @@ def test_the_bytes_of_evened_keys_are_what_the_reference_defines(isa, kv_dtype):
     with np.errstate(invalid="ignore"):  # of scales where no token is
         keys, values = stored(runner, 50, kv_heads=2, dim=40, kv_dtype=kv_dtype)
     rest = tables["k"][:50] - bias
-    np.testing.assert_array_equal(keys, round_to(kv_dtype, rest.reshape(50, 2, 40)))
-    np.testing.assert_array_equal(values, round_to(kv_dtype, tables["v"][:50].reshape(50, 2, 40)))
+    np.testing.assert_array_equal(keys, defined(kv_dtype, "k", rest.reshape(50, 2, 40)))
+    want = defined(kv_dtype, "v", tables["v"][:50].reshape(50, 2, 40))
+    np.testing.assert_array_equal(values, want)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_a_bias_of_zero_leaves_every_bit_as_without_one(kv_dtype):
     tables = random_tables(heads=4, kv_heads=2, dim=DIM)
     zero = tables | {"bias": np.zeros(2 * DIM, np.float32)}
@@ -275,7 +319,7 @@ def test_a_softcap_bends_scores_so_it_keeps_the_bias():
 
 
 @pytest.mark.parametrize("isa", _native.isas())
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_every_isa_evens_keys_to_the_same_bits(isa, kv_dtype):
     tables = biased_tables(kv_heads=2)
     got, want = (

@@ -133,7 +133,7 @@ def test_a_column_order_that_does_not_fit_is_refused(order):
         program.add_op("gather", place, [place], column_order=np.array(order, np.int32))
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "f32", "int8", "fp8", "k8v4", "int4"])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_kv_dtypes_round_as_the_reference_says(kv_dtype, block_size):
     shape = Shape()
@@ -141,7 +141,15 @@ def test_kv_dtypes_round_as_the_reference_says(kv_dtype, block_size):
     weights = random_weights(plan, shape)
     want = run(ReferenceBackend(), plan, weights, kv_dtype=kv_dtype, block_size=block_size)
     got = run(NativeBackend(num_threads=1), plan, weights, kv_dtype=kv_dtype, block_size=block_size)
-    tolerance = {"f32": 2e-5, "f16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 6e-2}[kv_dtype]
+    tolerance = {
+        "f32": 2e-5,
+        "f16": 2e-3,
+        "bf16": 2e-2,
+        "int8": 2e-2,
+        "fp8": 6e-2,
+        "k8v4": 5e-2,
+        "int4": 0.2,
+    }[kv_dtype]
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
 
 

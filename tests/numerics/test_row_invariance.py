@@ -16,7 +16,8 @@ SHAPES = {
 LENGTHS = (150, 67, 5, 1)
 
 
-FORMATS = (("f32", "f16"), ("q8_0", "f16"), ("f32", "int8"), ("f32", "fp8"))
+FORMATS = (("f32", "f16"), ("q8_0", "f16"), ("f32", "int8"), ("f32", "fp8"),
+           ("f32", "k8v4"), ("f32", "int4"))  # fmt: skip
 MODELS = [(name, *formats) for name in SHAPES for formats in FORMATS]
 
 
@@ -125,8 +126,11 @@ LONG = 1300  # three segments of attention
 
 @pytest.fixture(
     scope="module",
-    params=[((0, 0), "f16"), ((600, 0), "f16"), ((600, 0), "int8"), ((600, 0), "fp8")],
-    ids=["full", "window", "window, int8", "window, fp8"],
+    params=[
+        ((0, 0), "f16"),
+        *(((600, 0), dtype) for dtype in ("f16", "int8", "fp8", "k8v4", "int4")),
+    ],
+    ids=["full", "window", *(f"window, {dtype}" for dtype in ("int8", "fp8", "k8v4", "int4"))],
 )
 def long_model(request):
     windows, kv_dtype = request.param

@@ -44,8 +44,8 @@ def test_every_weight_file_of_a_model_is_a_source(tmp_path, names, asked, found)
 
 @pytest.mark.parametrize(
     ("family", "kv_dtype", "differs"),
-    [("qwen2", "int8", True), ("qwen2", "fp8", True), ("qwen2", "f16", False),
-     ("llama", "int8", False)],
+    [("qwen2", "int8", True), ("qwen2", "fp8", True), ("qwen2", "k8v4", True),
+     ("qwen2", "int4", True), ("qwen2", "f16", False), ("llama", "int8", False)],
 )  # fmt: skip
 def test_stored_blocks_of_biased_keys_are_of_one_rule(
     tmp_path, monkeypatch, family, kv_dtype, differs

@@ -26,6 +26,9 @@ def test_a_token_takes_k_and_v_of_every_layer_and_kv_head():
     assert kv_token_bytes(model(), "f32") == 2 * kv_token_bytes(model(), "bf16")
     assert kv_token_bytes(model(), "fp8") == kv_token_bytes(model(), "int8")
     assert kv_token_bytes(model(), "int8") == 2 * 2 * 2 * (16 + 2)  # a scale a token and head
+    nibbles = 8 + 2 + 1 + 1  # for up to 32 columns a step and a base
+    assert kv_token_bytes(model(), "k8v4") == 2 * 2 * (16 + 2 + nibbles)
+    assert kv_token_bytes(model(), "int4") == 2 * 2 * 2 * nibbles
 
 
 def test_the_default_pool_holds_no_more_than_the_sequences_can_fill():

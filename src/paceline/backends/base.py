@@ -32,7 +32,7 @@ class KVSpec(Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     block_size: int
-    dtype: str  # "f16", "bf16", "f32", "int8", "fp8"
+    dtype: str  # "f16", "bf16", "f32", "int8", "fp8", "k8v4", "int4"
 
 
 class StepInput(Struct, frozen=True):

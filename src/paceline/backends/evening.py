@@ -1,4 +1,4 @@
-"""What a cache of 8 bits does with the bias of its keys: leave it out, and even out what is left.
+"""What a cache of codes does with the bias of its keys: leave it out, and even out what is left.
 
 A scale serves all columns of a head, so a few columns far above the rest leave the rest few codes.
 In Qwen2 such columns come from the bias of k, and sit where rope turns slowly: there the turned
@@ -24,7 +24,7 @@ from paceline.backends.base import F32, I32
 from paceline.plan.plan import Op, RopeTable
 from paceline.weights.tensor import QTensor, dequantize
 
-SCALED_DTYPES = ("int8", "fp8")  # KV formats of codes with a scale
+SCALED_DTYPES = ("int8", "fp8", "k8v4", "int4")  # KV formats of codes with a scale
 VERSION = "even1"  # of the rule: blocks that are stored by another one are not to be read
 NUM_POSITIONS = 4096  # over so many the turned bias is averaged
 MAX_EXPONENT = 24  # a bias beyond 2^24 is a broken one

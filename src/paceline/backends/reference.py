@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from paceline.backends.base import F32, I32, KVSpec, StepInput, StepLimits, StepOutput
 from paceline.backends.evening import Evening, evening
+from paceline.backends.kv_formats import PART_DTYPES, round_to
 from paceline.errors import BackendError
 from paceline.plan.arena import last_uses, root_id
 from paceline.plan.plan import Op, Plan, RopeTable, Value, sole_output
@@ -18,45 +19,6 @@ from paceline.weights.tensor import QTensor, dequantize
 
 ROPE_STRIDE = 64  # positions between two angles that are not reached by a product
 Q8_GROUP = 32
-
-
-def round_to(dtype: str, x: F32) -> F32:
-    """x as it comes back from a KV cache of `dtype`; its last axis is the columns of one head."""
-    if dtype == "f32":
-        return x
-    if dtype in ("int8", "fp8"):
-        return _round_to_codes(dtype, x)
-    if dtype == "f16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16).astype(np.float32)
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), x, rounded.view(np.float32))
-
-
-def _round_to_codes(dtype: str, x: F32) -> F32:
-    """scale * code, one scale, max|x| / largest code as f16, for each token and head.
-
-    Codes are the integers in [-127, 127], or numbers of E4M3. A head with a value that is not
-    finite comes back as NaN, and so does one beyond f16's scales.
-    """
-    top = np.float32(127 if dtype == "int8" else 448)
-    with np.errstate(over="ignore", invalid="ignore"):
-        amax = np.abs(x).max(axis=-1, keepdims=True)
-        scale = (amax / top).astype(np.float16).astype(np.float32)
-        inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-        codes = np.clip(x * inverse, -top, top)
-        codes = np.rint(codes) if dtype == "int8" else _round_to_e4m3(codes)
-        rounded: F32 = np.where(np.isfinite(scale), codes * scale, np.float32(np.nan))
-    return rounded
-
-
-def _round_to_e4m3(x: F32) -> F32:
-    """x, up to 448, with three bits behind the first one; from 2^-6 down in steps of 2^-9."""
-    exponent = np.maximum(np.frexp(x)[1] - 1, -6)
-    step = np.ldexp(np.float32(1), exponent - 3)
-    rounded: F32 = np.rint(x / step) * step
-    return rounded
 
 
 def quantize_dequantize(x: F32) -> F32:
@@ -167,15 +129,16 @@ class _Run:
 
     def store(self, k: F32, v: F32, op: Op) -> None:
         kv, dtype = self.backend.layers[op.attrs["layer"]], self.backend.kv.dtype
+        key_dtype, value_dtype = PART_DTYPES.get(dtype, (dtype, dtype))
         shape = (len(k), op.attrs["kv_heads"], op.attrs["head_dim"])
         even = self.backend.evening[op.attrs["layer"]]
         k = k.reshape(shape)
         if even is None:
-            kv.k[self.step.slots] = round_to(dtype, k)
+            kv.k[self.step.slots] = round_to(key_dtype, k)
         else:
-            rounded = round_to(dtype, np.ldexp(k - even.shift, -even.e))
+            rounded = round_to(key_dtype, np.ldexp(k - even.shift, -even.e))
             kv.k[self.step.slots] = np.ldexp(rounded, even.e) + even.shift
-        kv.v[self.step.slots] = round_to(dtype, v.reshape(shape))
+        kv.v[self.step.slots] = round_to(value_dtype, v.reshape(shape))
 
     def attend(self, q: F32, op: Op) -> F32:
         """softmax(scale · q kᵀ, softcapped and masked) v, for every row and query head."""

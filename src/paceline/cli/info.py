@@ -53,7 +53,9 @@ def info(
     ] = None,
     kv_dtype: Annotated[
         str | None,
-        typer.Option("--kv-dtype", help="KV cache format: f16 (default), bf16, f32, int8 or fp8."),
+        typer.Option(
+            "--kv-dtype", help="KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

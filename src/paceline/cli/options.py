@@ -107,7 +107,8 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[
             str,
             _engine("--kv-dtype", "KV cache format: f16, bf16, f32, int8 or fp8 (E4M3): half "
-                    "of f16's bytes, at a price in quality that depends on the model."),
+                    "of f16's bytes; k8v4 (int8 keys, values of 4 bits): 0.41; int4: 0.3. At a "
+                    "price in quality that depends on the model."),
         ],
         _DEFAULTS.kv_dtype,
     ),

@@ -66,7 +66,7 @@ def roofline(
         typer.Option(
             "--kv-dtype",
             show_default=False,
-            help="KV cache format: f16, bf16, f32, int8 or fp8. Default: f16.",
+            help="KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4. Default: f16.",
         ),
     ] = None,
     refresh: Annotated[

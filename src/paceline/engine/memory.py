@@ -15,8 +15,10 @@ from paceline.models.base import ModelConfig
 logger = logging.getLogger(__name__)
 
 KV_SHARE = 0.5  # of the memory that is left beside the weights, where --kv-memory says nothing
-_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "int8": 1, "fp8": 1}
-_SCALE_BYTES = {"int8": 2, "fp8": 2}  # of a token's K, or V, in one head
+_ITEM_BYTES = {"f16": 2, "bf16": 2, "f32": 4}  # of formats without scales
+_SCALE_BYTES = 2  # of a token's K, or V, in one head, where that is codes
+_NIBBLE_GROUP = 32  # columns of an int4 head that share a step and a base, a byte each
+_NIBBLES = {"k8v4": 1, "int4": 2}  # how many of K and V are kept in 4 bits
 _UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge number
 
 
@@ -34,8 +36,14 @@ class KVSize(Struct, frozen=True, kw_only=True):
 
 def kv_token_bytes(model: ModelConfig, kv_dtype: str) -> int:
     """Bytes of K and V that one token takes with their scales, all layers together."""
-    head_bytes = model.head_dim * _ITEM_BYTES[kv_dtype] + _SCALE_BYTES.get(kv_dtype, 0)
-    return 2 * model.num_layers * model.num_kv_heads * head_bytes
+    dim, narrow = model.head_dim, _NIBBLES.get(kv_dtype, 0)
+    code_bytes = dim + _SCALE_BYTES
+    nibble_bytes = dim // 2 + _SCALE_BYTES + 2 * -(-dim // _NIBBLE_GROUP)
+    if kv_dtype in _ITEM_BYTES:
+        head_bytes = 2 * dim * _ITEM_BYTES[kv_dtype]
+    else:
+        head_bytes = narrow * nibble_bytes + (2 - narrow) * code_bytes
+    return model.num_layers * model.num_kv_heads * head_bytes
 
 
 def size_kv(

@@ -118,7 +118,7 @@ def _op_cost(op: Op, checkpoint: Checkpoint, kv_dtype: str) -> OpCost:
             key_macs=2 * op.attrs["heads"] * op.attrs["head_dim"],
             key_bytes=kv_token_bytes(config, kv_dtype) // config.num_layers,
             window=op.attrs["window"],
-            is_int8=kv_dtype == "int8",
+            is_int8=kv_dtype in ("int8", "k8v4", "int4"),  # nibbles become int8 codes
         )
         kind = f"attention, {layer.window:,} keys" if layer.window else "attention"
         return OpCost(kind=kind, rows=rows, unit="attention", attention=layer)

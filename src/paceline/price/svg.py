@@ -14,7 +14,7 @@ _LEAST_KL = 1e-6  # below, a point stands at the edge: no text shows such a diff
 _LINE = 15  # between two names
 # Beside a dark page the picture is dark. The hues of KV formats can be told apart on both.
 _COLORS = {"f16": "#2563eb", "bf16": "#0891b2", "f32": "#7c3aed", "int8": "#ea580c",
-           "fp8": "#db2777"}  # fmt: skip
+           "fp8": "#db2777", "k8v4": "#ca8a04", "int4": "#0d9488"}  # fmt: skip
 _OTHER = "#65a30d"
 _STYLE = (
     "svg{--ground:#ffffff;--ink:#1f2937;--soft:#4b5563;--grid:#e5e7eb;--edge:#9ca3af}"
