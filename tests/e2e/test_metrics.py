@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from statistics import fmean
+from urllib.parse import quote
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -165,30 +167,48 @@ def test_ttft_does_not_stop_at_the_role_chunk(script):
 # ---- clients and server agree ----
 
 
-def watch(server, prompt, max_tokens):
-    """Stream one answer; return its TTFT and the gaps between its contents, in ms, and its id."""
-    body = {"model": server.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-            "stream": True, "ignore_eos": True}  # fmt: skip
-    content = json.dumps(body).encode()
-    stamps, data, answer_id = [], b"", ""
+APIS = {  # path -> the body, without its length
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "PROMPT"}]},
+    "/v1/completions": {"prompt": "PROMPT"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "PROMPT"}]},
+    "/v1/responses": {"input": "PROMPT", "store": False},
+}
+STORY = "Tell a very long story about a lighthouse keeper and all the ships that he has seen. " * 3
+CONTENT = {"text_completion", "chat.completion.chunk", "content_block_delta",
+           "response.output_text.delta"}  # fmt: skip
+
+
+def content_of(event):
+    """Return the text that an event of any of the APIs adds to the answer; "" for the others."""
+    if event.get("object", event.get("type")) not in CONTENT:
+        return ""
+    for choice in event.get("choices", ()):
+        return choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    delta = event.get("delta", "")
+    return delta if isinstance(delta, str) else delta.get("text", "")
+
+
+def watch(server, path, key, prompt, max_tokens):
+    """Stream one answer; return its TTFT and the gaps between its contents, in ms."""
+    length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    asked = json.dumps({"model": server.name, "temperature": 0, "stream": True, **APIS[path],
+                        length: max_tokens}).replace("PROMPT", prompt).encode()  # fmt: skip
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(asked)}\r\n\r\n"
+    )
+    stamps, data = [], b""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         begin = time.monotonic()
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(content) + content
-        )
+        connection.sendall(head.encode() + asked)
         while received := connection.recv(1 << 16):
             now = time.monotonic()
             data += received
             *lines, data = data.split(b"\n")
             for line in lines:
-                if line.startswith(b"data: {"):
-                    chunk = json.loads(line[6:])
-                    answer_id = chunk["id"]
-                    if any(choice["text"] for choice in chunk["choices"]):
-                        stamps.append(now)
-    gaps = [(b - a) * 1e3 for a, b in pairwise(stamps)]
-    return (stamps[0] - begin) * 1e3, gaps, answer_id
+                if line.startswith(b"data: {") and content_of(json.loads(line[6:])):
+                    stamps.append(now)
+    return (stamps[0] - begin) * 1e3, [(b - a) * 1e3 for a, b in pairwise(stamps)]
 
 
 def close_to(seen_ms, told_ms):
@@ -196,21 +216,50 @@ def close_to(seen_ms, told_ms):
     return abs(seen_ms - told_ms) <= max(2.0, 0.05 * seen_ms)
 
 
-@pytest.mark.real
-def test_client_and_server_agree_on_ttft_and_itl(real_model):
+def told_gaps(call):
+    """Return the gaps between the ends of the steps that gave a call its text, in ms.
+
+    A token that ends an answer has none.
+    """
+    [choice] = call["choices"]
+    ends = [step["end_ms"] for step in choice["steps"] if step["new_tokens"]]
+    return [b - a for a, b in pairwise(ends[: -1 if choice["finish_reason"] == "stop" else None])]
+
+
+@pytest.fixture(scope="module")
+def watched(real_model):
+    """{path: [(what a client saw, what the server tells of the same call)]}, four at a time."""
+    found = {path: [] for path in APIS}
     with ServeProcess(real_model("smollm2-135m"), "--kv-memory", "256M") as server:
-        watch(server, "warm up", 4)
-        before = scrape(server)
-        ttfts, gaps = [], []
-        for number in range(5):
-            seen_ms, seen_gaps, answer_id = watch(server, f"{number} " + "a word " * 60, 24)
-            told = timeline(server, answer_id)
-            ttfts.append((seen_ms, told["ttft_ms"]))
-            gaps += seen_gaps
-        after = scrape(server)
-    assert sum(close_to(seen, told) for seen, told in ttfts) >= 4, ttfts
-    name = "vllm:inter_token_latency_seconds"
-    told_ms = 1e3 * (after[f"{name}_sum", ()] - before[f"{name}_sum", ()]) / (
-        after[f"{name}_count", ()] - before[f"{name}_count", ()]
-    )  # fmt: skip
-    assert close_to(statistics.fmean(gaps), told_ms), (statistics.fmean(gaps), told_ms)
+        watch(server, "/v1/completions", "warm", "warm up", 4)
+        for turn in range(4):
+            with ThreadPoolExecutor(len(APIS)) as pool:
+                keys = {path: f"{turn} {path}" for path in APIS}
+                seen = {
+                    path: pool.submit(watch, server, path, key, f"{key}: " + STORY, 24)
+                    for path, key in keys.items()
+                }
+            for path, key in keys.items():
+                told = timeline(server, quote(key, safe=""))
+                found[path].append((seen[path].result(), told))
+    return found
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("path", APIS)
+def test_clients_of_every_api_and_the_server_agree_on_ttft_and_itl(watched, path):
+    """Of four streams at once, one an API: both sides read one clock, CLOCK_MONOTONIC.
+
+    The client's stamps are later by the way from the kernel to a Python thread, and by the GIL that
+    four of them share; where others use the machine, by their turns on the cores. So the issue's
+    bound is for three calls of four, and for the median of all gaps: a late stamp makes one gap
+    longer and the next one shorter, which the tails of their distribution show, not its mean.
+    """
+    ttfts = [(seen[0], told["ttft_ms"]) for seen, told in watched[path]]
+    assert sum(close_to(seen, told) for seen, told in ttfts) >= 3, ttfts
+    seen_gaps = [gap for seen, _ in watched[path] for gap in seen[1]]
+    gaps = [gap for _, told in watched[path] for gap in told_gaps(told)]
+    assert len(gaps) > 40
+    assert close_to(statistics.median(seen_gaps), statistics.median(gaps))
+    means = [(fmean(seen[1]), fmean(told_gaps(told))) for seen, told in watched[path]]
+    assert sum(close_to(seen, told) for seen, told in means) >= 3, means
