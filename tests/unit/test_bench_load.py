@@ -121,6 +121,7 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     search = {"target": name, "at_least": 0.9, "rate": 1.0, "held_not_at": None}
     row = {"rate": 1.0, "metric": "ttft", "unit": "ms", "first": name, "other": "b",
            "first_median": 1.0, "other_median": 2.0, "verdict": name,
+           "first_answered": 1.0, "other_answered": 0.5,
            "ratio": {"value": 0.5, "low": 0.4, "high": 0.6}}  # fmt: skip
     none_held, nothing = {**search, "rate": None, "held_not_at": 2.0}, {**search, "rate": None}
     together = printed(
@@ -135,6 +136,7 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
         f"{name}: at no rate tried",
         f"{name}: the search ended before a rate was judged",
         f"{name} keeps up with 1",
+        f"at 1/s {name} answered 100 % of its requests, b 50 %",
         "0.50 [0.40, 0.60]",
     ):
         assert line in together
@@ -263,6 +265,18 @@ def test_the_report_says_whose_tokens_it_counts():
     assert stage["throughput"]["output_tokens_of"] == {"cut": 2}
     shown = printed(stages=[stage])
     assert "counts 2 tokens that came in the window, among them 2 of requests that the" in shown
+
+
+def test_a_table_of_several_stages_shows_what_was_cut_and_whose_tokens_are_events():
+    silent = Script((*SLOWLY.steps[:-1], (0, FINISH + DONE)))
+    stage = summary(Closed(2), Limits(num_requests=2), silent)
+    cut = {**stage, "requests": {**stage["requests"], "cut": 7, "measured": 9, "unsent": 3}}
+    shown = printed(stages=[stage, cut])
+    titles, row = shown.splitlines()[:2]
+    assert "failed  cut  unsent  TTFT" in titles
+    assert row.split()[2:7] == ["2", "4", "0", "7", "3"]
+    assert shown.count(": 2 answers came without usage") == 2
+    assert "cut" not in printed(stages=[stage, stage])
 
 
 def test_the_first_text_that_is_no_reasoning_has_a_row_where_answers_reason():

@@ -99,6 +99,27 @@ def test_a_stream_that_just_ends_is_broken_and_an_error_in_it_is_an_error():
     failed = exchange(answered((0.1, delta(content="a")), (0.2, event(error={"message": "oom"}))))
     assert cut.outcome == "broken"
     assert (failed.outcome, failed.error) == ("error", "oom")
+    flat = event(object="error", message="oom", type="InternalServerError", code=500)
+    old_vllm = exchange(answered((0.1, delta(content="a")), (0.2, flat + DONE)))
+    assert (old_vllm.outcome, old_vllm.error) == ("error", "oom")
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_engine_gave_up_is_an_error(reason):
+    end = event(choices=[{"index": 0, "delta": {}, "finish_reason": reason}])
+    made = exchange(answered((0.1, delta(content="a")), (0.2, end + DONE)))
+    assert (made.outcome, made.error) == (
+        "error", f"the server ended it with finish reason '{reason}'"
+    )  # fmt: skip
+
+
+def test_an_error_that_is_null_is_none_in_a_stream_and_in_a_whole_answer():
+    choices = [{"delta": {"content": "a"}, "finish_reason": "stop"}]
+    whole = Answer(keeps_text=True)
+    whole.on_head(200, {"content-type": "application/json"}, 0.1)
+    whole.on_body(event(choices=choices, error=None).removeprefix(b"data: "), 0.2)
+    streamed = answered((0.2, event(choices=choices, error=None) + DONE))
+    assert [exchange(each).outcome for each in (streamed, whole)] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(

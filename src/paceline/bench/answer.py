@@ -145,7 +145,7 @@ class Answer:
     def _on_whole(self, body: bytes, now: float) -> None:
         """A response that is no stream: an error, or a server that ignores `stream`."""
         content = read_json(body)
-        if self.status != 200 or not isinstance(content, dict) or "error" in content:
+        if self.status != 200 or not isinstance(content, dict) or _is_error(content):
             shown = printable(body[:_MAX_ERROR_CHARS].decode("utf-8", "replace"))
             self.error = error_text(content) or shown or "no answer: no body"
             return
@@ -159,7 +159,7 @@ class Answer:
         event = read_json(payload)
         if not isinstance(event, dict):
             self.num_unread += 1
-        elif event.get("error"):
+        elif _is_error(event):
             self.error = error_text(event) or "error"
         else:
             self._on_object(event, now)
@@ -233,6 +233,11 @@ class Answer:
         is_room = name in self.phases or len(self.phases) < _MAX_PHASES
         if is_room and 0 <= seconds <= _MAX_SECONDS and _PHASE.fullmatch(name):
             self.phases[name] = seconds
+
+
+def _is_error(event: dict[str, Any]) -> bool:
+    """True for {"error": …}, and for the flat object that older vLLMs send within a stream."""
+    return bool(event.get("error")) or event.get("object") == "error"
 
 
 def read_json(data: bytes) -> Any:

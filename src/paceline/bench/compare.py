@@ -23,6 +23,7 @@ METRICS: tuple[tuple[str, tuple[str, ...], str, bool], ...] = (
     ("goodput", ("goodput", "requests_per_s"), "req/s", False),
 )
 MIN_ROUNDS = 3  # for a verdict: two rounds bound nothing
+MAX_UNANSWERED = 0.05  # more than the other's share; beyond, latencies are of other requests
 
 
 async def run_rounds(
@@ -53,7 +54,8 @@ def compare(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows that set each other target beside the first, metric by metric and rate by rate.
 
     `ratio` is first / other, paired by round. `verdict` names the better one, only where the 95 %
-    interval of the ratio excludes 1.
+    interval of the ratio excludes 1. Latencies are those of answers: who answered fewer of its
+    requests than the other has no verdict for them, as it may have left out the slow ones.
     """
     by_cell: defaultdict[Any, defaultdict[str, list[dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(list)
@@ -86,11 +88,15 @@ def _row(
     if not known:
         return None
     ratio = ratio_figure(known)
+    answered = _answered(ours), _answered(theirs)
     verdict = None
     if ratio is not None and len(known) >= MIN_ROUNDS and ratio.low is not None:
         assert ratio.high is not None
         if ratio.high < 1 or ratio.low > 1:
-            verdict = first if (ratio.value < 1) == is_less_better else other
+            is_first = (ratio.value < 1) == is_less_better
+            lead = answered[0] - answered[1] if is_first else answered[1] - answered[0]
+            if path[0] != "latency_ms" or lead >= -MAX_UNANSWERED:
+                verdict = first if is_first else other
     return {
         "metric": name,
         "unit": unit,
@@ -99,10 +105,19 @@ def _row(
         "other": other,
         "first_median": statistics.median(a for a, _ in known),
         "other_median": statistics.median(b for _, b in known),
+        "first_answered": answered[0],
+        "other_answered": answered[1],
         "rounds": len(known),
         "ratio": None if ratio is None else ratio.as_dict(),
         "verdict": verdict,
     }
+
+
+def _answered(stages: Sequence[dict[str, Any]]) -> float:
+    """Return the share of all requests that were due which got a complete answer."""
+    counts = [stage["requests"] for stage in stages]
+    num_due = sum(count["measured"] + count["unsent"] for count in counts)
+    return float(sum(count["ok"] for count in counts) / num_due) if num_due else 0.0
 
 
 def _dig(summary: dict[str, Any], path: Sequence[str]) -> float | None:

@@ -23,6 +23,7 @@ OUTCOMES: dict[Outcome, str] = {
     "cut": "still open at the end of the run",
 }
 _REFUSALS = (429, 503)
+_FAILED_REASONS = ("abort", "error")  # of vLLM and SGLang, where the engine gave an answer up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class Exchange:
             return "error", f"HTTP {answer.status}: {answer.error or 'no message'}"
         if answer.error is not None:
             return "error", answer.error
+        if answer.finish_reason in _FAILED_REASONS:
+            return "error", f"the server ended it with finish reason {answer.finish_reason!r}"
         if not answer.is_complete:
             return "broken", "the stream ended without a finish reason or [DONE]"
         if not answer.num_choices:

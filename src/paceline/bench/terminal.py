@@ -13,6 +13,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.compare import MAX_UNANSWERED
 from paceline.bench.exchange import OUTCOMES
 from paceline.bench.load import Load
 from paceline.bench.units import format_ms
@@ -21,6 +22,7 @@ _LATENCIES = {"ttft": "TTFT", "ttfo": "TTFO", "tpot": "TPOT", "itl": "ITL", "e2e
 _OWNERS = {"warmup": "warm-up requests", "cut": "requests that the end cut",
            "error": "failed requests", "broken": "broken ones", "timeout": "timed-out ones",
            "refused": "refused ones"}  # fmt: skip
+_LOST = ("cut", "unsent")  # neither answered nor failed: shown where there are some
 _FILE_COLUMNS = 200
 _MIN_COLUMNS_FOR_SD = 100
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
@@ -234,13 +236,14 @@ def _print_client(stage: dict[str, Any], console: Console) -> None:
         )
     if stage["tokens"]["unread_events"]:
         console.print(
-            f"{stage['tokens']['unread_events']} events of the streams are no JSON object",
+            f"{_name(stage)}: {stage['tokens']['unread_events']} events of the streams are no "
+            "JSON object",
             style="red",
         )
     if "events" in stage["tokens"]["output_from"]:
         console.print(
-            f"{stage['tokens']['output_from']['events']} answers came without usage: their tokens "
-            "are counted as text events (name a --tokenizer to count them)",
+            f"{_name(stage)}: {stage['tokens']['output_from']['events']} answers came without "
+            "usage: their tokens are counted as text events (name a --tokenizer to count them)",
             style="yellow",
         )
 
@@ -248,8 +251,10 @@ def _print_client(stage: dict[str, Any], console: Console) -> None:
 def _print_stages(stages: Sequence[dict[str, Any]], console: Console) -> None:
     """One row per load and target; figures of several rounds are medians."""
     table = Table(box=None, pad_edge=False)
-    titles = ("target", "rate", "rounds", "ok", "failed", "TTFT p50", "TTFT p95", "TPOT mean",
-              "ITL p99", "E2E p95", "output tok/s", "within", "good req/s")  # fmt: skip
+    lost = [name for name in _LOST if _count(stages, name)]
+    titles = ("target", "rate", "rounds", "ok", "failed", *lost, "TTFT p50", "TTFT p95",
+              "TPOT mean", "ITL p99", "E2E p95", "output tok/s", "within",
+              "good req/s")  # fmt: skip
     for title in titles:
         table.add_column(title, justify="left" if title == "target" else "right")
     cells: dict[tuple[str, Any], list[dict[str, Any]]] = {}
@@ -257,20 +262,21 @@ def _print_stages(stages: Sequence[dict[str, Any]], console: Console) -> None:
         cells.setdefault((stage["target"], stage.get("rate")), []).append(stage)
     for (target, rate), rounds in cells.items():
         table.add_row(
-            target, "-" if rate is None else f"{rate:g}", str(len(rounds)), *_cells(rounds)
+            target, "-" if rate is None else f"{rate:g}", str(len(rounds)), *_cells(rounds, lost)
         )
     console.print(table)
     for stage in stages:
         for error in stage["errors"][:2]:
             console.print(f"{_name(stage)}: {error['count']} x {error['what']}", style="red")
-        if stage["client"]["is_bottleneck"]:
-            _print_client(stage, console)
+        _print_client(stage, console)
 
 
-def _cells(rounds: Sequence[dict[str, Any]]) -> list[str]:
-    ok = sum(stage["requests"]["ok"] for stage in rounds)
-    cut = sum(stage["requests"]["cut"] for stage in rounds)
-    measured = sum(stage["requests"]["measured"] for stage in rounds)
+def _count(rounds: Sequence[dict[str, Any]], name: str) -> int:
+    return sum(stage["requests"][name] for stage in rounds)
+
+
+def _cells(rounds: Sequence[dict[str, Any]], lost: Sequence[str]) -> list[str]:
+    ok, cut, measured = (_count(rounds, name) for name in ("ok", "cut", "measured"))
 
     def latency(name: str, figure: str) -> str:
         found = [s["latency_ms"][name] for s in rounds if s["latency_ms"][name]["count"]]
@@ -287,6 +293,7 @@ def _cells(rounds: Sequence[dict[str, Any]]) -> list[str]:
     return [
         str(ok),
         str(measured - ok - cut),
+        *(str(_count(rounds, name)) for name in lost),
         latency("ttft", "p50"),
         latency("ttft", "p95"),
         latency("tpot", "mean"),
@@ -320,6 +327,17 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> None:
             f"{row['verdict']} is better" if row["verdict"] else "no verdict",
         )
     console.print(table)
+    for rate, first, other, ours, theirs in dict.fromkeys(
+        (row["rate"], row["first"], row["other"], row["first_answered"], row["other_answered"])
+        for row in rows
+    ):
+        if abs(ours - theirs) > MAX_UNANSWERED:
+            at = "" if rate is None else f"at {rate:g}/s "
+            console.print(
+                f"{at}{first} answered {100 * ours:.0f} % of its requests, {other} "
+                f"{100 * theirs:.0f} %: who answered fewer is not called better by its latencies",
+                style="yellow",
+            )
 
 
 def _print_search(search: dict[str, Any], console: Console) -> None:

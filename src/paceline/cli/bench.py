@@ -360,8 +360,11 @@ def _run_and_report(
         print(json.dumps(document, ensure_ascii=False))
     else:
         print_report(document, report_console())
-    if not any(stage["requests"]["ok"] for stage in document["stages"]):
+    counts = [stage["requests"] for stage in document["stages"]]
+    if not any(count["ok"] for count in counts):
         what = "interrupted before" if document["interrupted"] else "the run ended without"
-        failures.append(f"{what} one complete answer: there is nothing to report")
+        num_cut = sum(count["cut"] for count in counts)
+        why = f": {num_cut} still open at its end (--drain 60s waits for them)" if num_cut else ""
+        failures.append(f"{what} one complete answer{why}")
     if failures:
         raise PacelineError("; ".join(failures))

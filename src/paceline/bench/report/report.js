@@ -6,6 +6,7 @@ const COLORS = ["#2f6fde", "#e07b28", "#2e9e6b", "#a04fc4", "#c63d5a", "#3fa7b8"
 const OUTCOME_COLORS = {
   ok: "#2f6fde", refused: "#e07b28", error: "#c0392b", broken: "#8e2020", timeout: "#a04fc4", cut: "#8a939e",
 };
+const NUM_DETAILED = 6;
 const NAMES = { ttft: "TTFT", ttfo: "TTFO", tpot: "TPOT", itl: "ITL", e2e: "E2E" };
 const OWNERS = { ok: "complete answers", warmup: "warm-up requests", cut: "requests that the end cut", error: "failed requests",
   broken: "broken ones", timeout: "timed-out ones", refused: "refused ones" };
@@ -116,7 +117,7 @@ function overview() {
     }
     const held = search.rate === null ? "no rate that was tried" : number(search.rate) + " requests/s";
     const edge = search.held_not_at === null ? "" : ` (not at ${number(search.held_not_at)})`;
-    make("p", box, `${search.target}: at least ${100 * search.at_least} % within the objective up to ${held}${edge}`);
+    make("p", box, `${search.target}: at least ${number(100 * search.at_least)} % within the objective up to ${held}${edge}`);
   });
   Object.entries(result.knees).forEach(([target, knee]) =>
     make("p", box, `${target} keeps up with ${knee === null ? "none of the rates" : number(knee) + " requests/s"}`));
@@ -131,7 +132,7 @@ function overview() {
 function comparison() {
   if (!result.comparison.length) return;
   const box = section("Comparison", "Ratios are first / other, paired by round, with 95 % intervals. " +
-    "A verdict is given only where the interval excludes 1.");
+    "A verdict is given only where the interval excludes 1, and of latencies to nobody who answered fewer requests.");
   table(box, ["metric", "rate", "first", "median", "other", "median", "ratio", "verdict"],
     result.comparison.map((row) => {
       let ratio = "–";
@@ -175,6 +176,14 @@ function load(stage) {
     peak === null ? null : `${number(peak)} output tok/s in the best second`,
     `tok/s counts ${number(rates.output_tokens)} tokens that came in the window: `
       + Object.entries(rates.output_tokens_of).map(([owner, num]) => `${number(num)} of ${OWNERS[owner]}`).join(", "),
+  ].filter(Boolean).join("; "));
+  const { checked, valid } = stage.requests, { unread_events: unread, output_from: sources } = stage.tokens;
+  make("p", box, [
+    ...Object.entries(stage.price).map(([key, value]) => `${key.replaceAll("_", " ")}: ${number(value)}`),
+    checked ? `${valid} of ${checked} answers are valid` : null,
+    unread ? `${unread} events of the streams are no JSON object` : null,
+    sources.events ? `${sources.events} answers came without usage: their tokens are counted as text events` : null,
+    `the client took ${Math.round(100 * stage.client.cpu_share)} % of a core`,
   ].filter(Boolean).join("; "));
 }
 
@@ -318,7 +327,10 @@ comparison();
 const grid = make("div", main, undefined, "grid plots");
 rates(grid);
 curves(grid);
-const detailed = stages.map((_, idx) => idx).slice(0, 6);
+const detailed = stages.map((_, idx) => idx).slice(0, NUM_DETAILED);
+if (stages.length > NUM_DETAILED) {
+  make("p", main, `Curves are those of the first ${COLORS.length} of ${stages.length} stages; over time, figures and slowest requests, of the first ${NUM_DETAILED}.`);
+}
 detailed.forEach((idx) => overTime(grid, idx));
 detailed.forEach((idx) => { latencies(stages[idx]); load(stages[idx]); });
 detailed.forEach((idx) => waterfall(idx));
