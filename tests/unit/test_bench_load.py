@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import time
 import tracemalloc
 from typing import Any
@@ -267,16 +268,37 @@ def test_the_report_says_whose_tokens_it_counts():
     assert "counts 2 tokens that came in the window, among them 2 of requests that the" in shown
 
 
-def test_a_table_of_several_stages_shows_what_was_cut_and_whose_tokens_are_events():
+def test_a_table_of_several_stages_shows_what_was_cut_and_what_one_stage_alone_would_tell():
     silent = Script((*SLOWLY.steps[:-1], (0, FINISH + DONE)))
     stage = summary(Closed(2), Limits(num_requests=2), silent)
-    cut = {**stage, "requests": {**stage["requests"], "cut": 7, "measured": 9, "unsent": 3}}
+    counts = {"cut": 7, "measured": 9, "unsent": 3, "checked": 2, "valid": 1}
+    cut = {**stage, "requests": {**stage["requests"], **counts},
+           "price": {"cost_per_million_output_tokens": 3.5}}  # fmt: skip
     shown = printed(stages=[stage, cut])
     titles, row = shown.splitlines()[:2]
     assert "failed  cut  unsent  TTFT" in titles
     assert row.split()[2:7] == ["2", "4", "0", "7", "3"]
     assert shown.count(": 2 answers came without usage") == 2
+    assert shown.count(": valid answers: 1 of 2") == 1
+    assert shown.count(": cost per million output tokens: 3.5") == 1
     assert "cut" not in printed(stages=[stage, stage])
+
+
+def test_a_narrow_terminal_gets_every_title_of_a_table_of_several_stages_whole():
+    stage = summary(Closed(1), Limits(num_requests=1), slo="ttft=1s")
+    wide, narrow = report_console(io.StringIO()), report_console(io.StringIO())
+    narrow.width = 80
+    for console in (wide, narrow):
+        print_report({"stages": [stage, stage], "interrupted": False}, console)
+    once, twice = wide.file.getvalue(), narrow.file.getvalue()
+    titles, *halves = (
+        re.split("  +", line.strip())
+        for line in (once + twice).splitlines()
+        if line.startswith("target")
+    )
+    assert sorted(halves[0] + halves[1]) == sorted([*titles, "target", "rate"])
+    assert max(map(len, twice.splitlines())) <= 80
+    assert "…" not in twice
 
 
 def test_the_first_text_that_is_no_reasoning_has_a_row_where_answers_reason():

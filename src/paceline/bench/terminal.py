@@ -25,6 +25,7 @@ _OWNERS = {"warmup": "warm-up requests", "cut": "requests that the end cut",
 _LOST = ("cut", "unsent")  # neither answered nor failed: shown where there are some
 _FILE_COLUMNS = 200
 _MIN_COLUMNS_FOR_SD = 100
+_MIN_COLUMNS_FOR_ALL = 130
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
@@ -62,7 +63,7 @@ class LiveLine:
 
     def update(self, load: Load, labels: dict[str, Any]) -> None:
         recorder = load.recorder
-        second = time.perf_counter() - recorder.epoch
+        second = max(0.0, time.perf_counter() - recorder.epoch)  # it begins a moment later
         rate = recorder.tokens_by_second.get(int(second) - 1, 0.0)
         what = " ".join(f"{value}" for value in labels.values())
         self._write(
@@ -112,12 +113,18 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
     if any(figures["count"] for figures in stage["latency_ms"].values()):
         console.print(_latency_table(stage, has_sd=console.width >= _MIN_COLUMNS_FOR_SD))
     _print_rates(stage, console)
-    if requests["checked"]:
-        console.print(f"valid answers: {requests['valid']} of {requests['checked']}")
     _print_goodput(stage, console)
-    for name, value in stage["price"].items():
-        console.print(f"{name.replace('_', ' ')}: {value:.4g}")
+    _print_worth(stage, console)
     _print_client(stage, console)
+
+
+def _print_worth(stage: dict[str, Any], console: Console, of: str = "") -> None:
+    """Say how many answers are valid, and what tokens cost, where the one or the other is known."""
+    requests = stage["requests"]
+    if requests["checked"]:
+        console.print(f"{of}valid answers: {requests['valid']} of {requests['checked']}")
+    for name, value in stage["price"].items():
+        console.print(f"{of}{name.replace('_', ' ')}: {value:.4g}")
 
 
 def _print_rates(stage: dict[str, Any], console: Console) -> None:
@@ -249,25 +256,35 @@ def _print_client(stage: dict[str, Any], console: Console) -> None:
 
 
 def _print_stages(stages: Sequence[dict[str, Any]], console: Console) -> None:
-    """One row per load and target; figures of several rounds are medians."""
-    table = Table(box=None, pad_edge=False)
+    """One row per load and target; figures of several rounds are medians.
+
+    A narrow terminal gets two tables, one of counts and rates and one of latencies.
+    """
     lost = [name for name in _LOST if _count(stages, name)]
-    titles = ("target", "rate", "rounds", "ok", "failed", *lost, "TTFT p50", "TTFT p95",
-              "TPOT mean", "ITL p99", "E2E p95", "output tok/s", "within",
-              "good req/s")  # fmt: skip
-    for title in titles:
-        table.add_column(title, justify="left" if title == "target" else "right")
-    cells: dict[tuple[str, Any], list[dict[str, Any]]] = {}
+    counts = ["target", "rate", "rounds", "ok", "failed", *lost]
+    latencies = ["TTFT p50", "TTFT p95", "TPOT mean", "ITL p99", "E2E p95"]
+    rates = ["output tok/s", "within", "good req/s"]
+    rows = []
+    by_load: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for stage in stages:
-        cells.setdefault((stage["target"], stage.get("rate")), []).append(stage)
-    for (target, rate), rounds in cells.items():
-        table.add_row(
-            target, "-" if rate is None else f"{rate:g}", str(len(rounds)), *_cells(rounds, lost)
-        )
-    console.print(table)
+        by_load.setdefault((stage["target"], stage.get("rate")), []).append(stage)
+    for (target, rate), rounds in by_load.items():
+        shown = "-" if rate is None else f"{rate:g}"
+        cells = [target, shown, str(len(rounds)), *_cells(rounds, lost)]
+        rows.append(dict(zip([*counts, *latencies, *rates], cells, strict=True)))
+    whole = [[*counts, *latencies, *rates]]
+    halves = [[*counts, *rates], [*counts[:2], *latencies]]
+    for titles in halves if console.width < _MIN_COLUMNS_FOR_ALL else whole:
+        table = Table(box=None, pad_edge=False)
+        for title in titles:
+            table.add_column(title, justify="left" if title == "target" else "right")
+        for row in rows:
+            table.add_row(*(row[title] for title in titles))
+        console.print(table)
     for stage in stages:
         for error in stage["errors"][:2]:
             console.print(f"{_name(stage)}: {error['count']} x {error['what']}", style="red")
+        _print_worth(stage, console, of=f"{_name(stage)}: ")
         _print_client(stage, console)
 
 
