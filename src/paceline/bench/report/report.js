@@ -329,7 +329,7 @@ rates(grid);
 curves(grid);
 const detailed = stages.map((_, idx) => idx).slice(0, NUM_DETAILED);
 if (stages.length > NUM_DETAILED) {
-  make("p", main, `Curves are those of the first ${COLORS.length} of ${stages.length} stages; over time, figures and slowest requests, of the first ${NUM_DETAILED}.`);
+  make("p", main, `Of ${stages.length} stages the first ${COLORS.length} have curves, and the first ${NUM_DETAILED} plots over time, latencies and slowest requests.`);
 }
 detailed.forEach((idx) => overTime(grid, idx));
 detailed.forEach((idx) => { latencies(stages[idx]); load(stages[idx]); });
