@@ -23,7 +23,7 @@ sys.path.remove(str(FOLDER))
 def begin(tmp_path, monkeypatch):
     """Return a function that runs the script on two scripted servers."""
     monkeypatch.setitem(
-        serving.WORKLOADS, "chat", ("synthetic:input=4,output=2", ["ttft=300ms,tpot=50ms"])
+        serving.WORKLOADS, "chat", ("synthetic:input=4,output=2", ["ttft=800ms,tpot=500ms"])
     )
     model = tmp_path / "m.gguf"
     model.touch()
