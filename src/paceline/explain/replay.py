@@ -184,5 +184,6 @@ class _Answer:
     def on_head(self, status: int, headers: dict[str, str], now: float) -> None:
         self.status = status
 
-    def on_body(self, data: bytes, now: float) -> None:
+    def on_body(self, data: bytes, now: float) -> bool:
         self.body += data
+        return True
