@@ -469,7 +469,8 @@ def test_without_a_server_no_lever_pulls(capsys):
     found = explain(situation_of(facts, None))
     assert found.bounds[0].bound == "KV memory"
     assert found.advice == ()
-    assert "paceline trace" in found.notes[0]
+    assert "--model" in found.notes[0]  # floors
+    assert "paceline trace" in found.notes[1]
     print_explanation(found)
     printed = capsys.readouterr().out
     assert "No option was evaluated: what was recorded does not tell the server's op" in printed
