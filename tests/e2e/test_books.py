@@ -14,7 +14,7 @@ from paceline.server.admission import Limits
 from tests.e2e.live import LiveServer, parse_events, script_model, wait_until
 from tests.e2e.test_metrics import post_and_leave, scrape
 from tests.e2e.test_tools import CLOCK, HERMES, HI, WEATHER
-from tests.unit.proposers import Eager
+from tests.unit.proposers import eager_pace
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 SHARED = "0123456789" * 8  # of many prompts; it repeats itself, so that drafts are right
@@ -131,7 +131,7 @@ def server(tmp_path_factory):
     script = script_model(tmp_path_factory.mktemp("books"), max_context=4096)
     options = {"num_threads": 1, "max_num_seqs": 6, "block_size": 16, "kv_memory_bytes": 2**18}
     with (  # steps of this model are too short for drafts to pay: it drafts whatever it may
-        patch("paceline.engine.speculation.speculator.Goodput", Eager),
+        patch("paceline.engine.speculation.speculator.Goodput", eager_pace()),
         LiveServer(script, chat_template=HERMES, speculate="ngram:max=6",
                    limits=Limits(max_requests=4), **options) as live,
     ):  # fmt: skip

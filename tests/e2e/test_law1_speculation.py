@@ -35,7 +35,7 @@ from tests.e2e.test_law1 import (
 )
 from tests.e2e.test_quantize import run as quantize
 from tests.tiny import TinyTokenizer, random_model, write_gguf
-from tests.unit.proposers import Eager, Oracle, Shape, wild_chain, wild_tree
+from tests.unit.proposers import Oracle, Shape, eager_pace, wild_chain, wild_tree
 
 SHAPES: dict[str, Shape | None] = {
     "perfect": None, "tree": wild_tree(256), "chain": wild_chain(256),
@@ -63,7 +63,7 @@ def draft_path(folder: Path, kind: str) -> Path:
 def drafting_engine(path: Path, proposer: Oracle | None, most: int, **options) -> Engine:
     """Return an engine that drafts as much as it may; without a proposer by n-gram look-up."""
     load = "paceline.engine.speculation.load.load_proposer"
-    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)):
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace(most)):
         if proposer is None:
             return make_engine(path, speculate="ngram", **options)
         with patch(load, lambda speculation, draft_model: proposer):
@@ -129,7 +129,7 @@ def test_any_schedule_with_a_draft_model_gives_the_bits_without(
     options = {**options, "kv_memory_bytes": 2 * options["kv_memory_bytes"]}
     spec = f"{name}:model={draft_path(folder, kind)},max={most},window={window},vocab={vocab}"
     with (
-        patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
+        patch("paceline.engine.speculation.speculator.Goodput", eager_pace(most)),
         patch(KV_SHARE, 0.5),
     ):
         engine = make_engine(path, speculate=spec, **options)
@@ -184,7 +184,7 @@ def test_all_of_it_at_once_gives_the_bits_of_none(
     is_paid = name.startswith("draft")
     spec = f"{name}:model={draft_path(folder, 'near')},window=40,vocab={vocab}" if is_paid else name
     with (
-        patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(most)),
+        patch("paceline.engine.speculation.speculator.Goodput", eager_pace(most)),
         patch(KV_SHARE, 0.5),
     ):
         engine = make_engine(
@@ -219,7 +219,7 @@ def test_a_hundred_prompts_keep_to_a_schema_that_closes_early(folder, name, capl
     expected = [alone(path, job) for job in schedule]
     is_paid = name.startswith("draft")
     spec = f"{name}:model={draft_path(folder, 'near')}" if is_paid else name
-    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(8)):
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace(8)):
         engine = make_engine(path, speculate=spec, num_threads=2)
     results = run(engine, schedule)
     stats = engine.stats().speculation
@@ -246,7 +246,7 @@ def test_heads_padded_to_other_sizes_draft_for_each_other(folder, widths):
             max_tokens=30, temperature=1.5, seed=i, logprobs=1, ignore_eos=True))
         for i in range(4)
     ]  # fmt: skip
-    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace(4)):
         engine = make_engine(target, speculate=f"draft:model={draft}", num_threads=2)
     assert run(engine, schedule) == [alone(target, job) for job in schedule]
     stats = engine.stats().speculation
@@ -264,7 +264,7 @@ def test_a_draft_model_from_paceline_quantize_gives_the_bits_without(folder):
             max_tokens=30, temperature=i % 2, seed=i, logprobs=1, ignore_eos=True))
         for i in range(4)
     ]  # fmt: skip
-    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace(4)):
         engine = make_engine(path, speculate=f"draft:model={folder / 'int4'},vocab=200")
     assert run(engine, schedule) == [alone(path, job) for job in schedule]
     stats = engine.stats().speculation
@@ -280,7 +280,7 @@ def test_no_id_beyond_the_drafts_vocab_is_computed_or_proposed(folder, vocab):
         for i in range(4)
     ]
     spec = f"draft:model={draft_path(folder, 'near')},vocab={vocab}"
-    with patch("paceline.engine.speculation.speculator.Goodput", lambda: Eager(4)):
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace(4)):
         engine = make_engine(path, speculate=spec, num_threads=2)
     num_ids = len(TinyTokenizer().tokens) if vocab == "all" else vocab
     assert sole_output(shadows_of(engine)._backend.plan).cols == num_ids

@@ -11,7 +11,7 @@ from paceline.engine.build import load_model
 from paceline.errors import PacelineError, ParameterError
 from tests.e2e.live import LiveServer, script_model, wait_until
 from tests.tiny import random_model, write_gguf
-from tests.unit.proposers import Eager
+from tests.unit.proposers import eager_pace
 
 OPTIONS = {"num_threads": 1, "max_num_seqs": 4, "kv_memory_bytes": 64 * 2**20}
 
@@ -31,7 +31,7 @@ def plain(script):
 def drafting(script, request):
     """It drafts whatever it may: steps of this model are too short for drafts to pay."""
     with (
-        patch("paceline.engine.speculation.speculator.Goodput", Eager),
+        patch("paceline.engine.speculation.speculator.Goodput", eager_pace()),
         LiveServer(script, speculate=request.param.format(script), **OPTIONS) as live,
     ):
         yield live
@@ -151,7 +151,7 @@ def test_health_tells_of_speculation(drafting):
 def test_a_round_of_the_bench_guesses_from_no_earlier_round(tmp_path):
     """Else greedy texts, the same in every round, would be known by heart from the second one."""
     path = write_gguf(random_model(seed=3, max_position_embeddings=512), tmp_path / "random.gguf")
-    with patch("paceline.engine.speculation.speculator.Goodput", Eager):
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace()):
         loaded = load_model(str(path), EngineConfig(speculate="ngram", **OPTIONS))
         rounds = [Batch(loaded, ["the"], 60, salt=salt).run() for salt in ("a", "b", "b")]
     assert len({run.texts for run in rounds}) == 1

@@ -39,6 +39,11 @@ class Eager:
         self.seen.append(seen)
 
 
+def eager_pace(most: int = 5) -> Callable[[object], Eager]:
+    """Return what makes an Eager where the engine makes a Goodput of known costs."""
+    return lambda known: Eager(most)
+
+
 class Oracle:
     """Guesses from `texts`, the tokens that sequences will have, by the number of the sequence.
 
