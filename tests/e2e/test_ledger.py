@@ -201,6 +201,9 @@ def test_a_refused_call_closes_and_is_called_refused(server):
         assert call.outcome == "refused"
         assert call.request_id == response.headers["x-request-id"]
         assert_closes(call.figures())
+        assert {"receive;", "parse;", "total;"} <= {
+            item.partition("dur=")[0] for item in response.headers["server-timing"].split(", ")
+        }
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -308,7 +311,11 @@ def test_a_step_says_how_many_tokens_it_gave(server):
 
 @pytest.mark.parametrize(
     ("path", "known"),
-    [("/v1/requests/any/timeline", "after_step"), ("/v1/trace", "last_s, model")],
+    [
+        ("/v1/requests/any/timeline", "after_step"),
+        ("/v1/trace", "last_s, model"),
+        ("/v1/paceline/live", "after_s, by, model"),
+    ],
 )
 def test_a_parameter_that_a_report_does_not_know_is_refused_by_name(server, path, known):
     response = server.client.get(path, params={"last": "5"})

@@ -362,6 +362,22 @@ def test_seats_help_those_that_wait_for_them_and_slow_the_others():
     assert advice(empty, "max-num-seqs") is None
 
 
+def test_seats_are_told_as_a_trade_where_rows_that_share_a_step_spare_nothing():
+    # 11 ms a token, however many share a step: as they would on a machine bound by compute.
+    steps = tuple(replace(step, duration_s=step.num_tokens * 0.011) for step in ONE_SEQ)
+    calls = [replace(one, prompt_tokens=10) for one in queued(num_tokens=31)]
+    seated = situation(*calls, steps=steps, max_num_seqs=1)
+    found = advice(seated, "max-num-seqs")
+    assert found.whole_gain < 0
+    assert after(found, "ttft", 99) == pytest.approx(440)  # all four prompts in one step
+    assert after(found, "tpot", 50) == pytest.approx(44)
+    # Where streams already slow each other down more seats would only add to it.
+    crowded = [replace(one, parts={**one.parts, "decode": 100.0, "decode_others": 230.0})
+               for one in calls]  # fmt: skip
+    both = tuple(replace(step, num_seqs=2) for step in steps)
+    assert advice(situation(*crowded, steps=both, max_num_seqs=2), "max-num-seqs") is None
+
+
 def test_fewer_seats_make_those_wait_that_have_none():
     # Eight streams of 101 tokens: a step of theirs takes 18 ms.
     streams = [
@@ -453,7 +469,8 @@ def test_without_a_server_no_lever_pulls(capsys):
     found = explain(situation_of(facts, None))
     assert found.bounds[0].bound == "KV memory"
     assert found.advice == ()
-    assert "paceline trace" in found.notes[0]
+    assert "--model" in found.notes[0]  # floors
+    assert "paceline trace" in found.notes[1]
     print_explanation(found)
     printed = capsys.readouterr().out
     assert "No option was evaluated: what was recorded does not tell the server's op" in printed

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from msgspec.structs import replace
+
 from paceline.explain.causes import Finding
 from paceline.explain.facts import ServerFacts
 from paceline.explain.proposal import Predict, Proposal
@@ -95,6 +97,7 @@ def more_seats(situation: Situation) -> Proposal | None:
         text=f"all {before} seats are taken {situation.full_seats:.0%} of the time",
         effect=rerun(max_num_seqs=seats),
         price="each stream gets slower as more share the steps",
+        is_trade=fewer_seats(situation) is None and _starts_sooner(situation, server, seats),
     )
 
 
@@ -283,6 +286,16 @@ LEVERS: Mapping[str, Lever] = {
 
 def _sum(finding: Finding, *causes: str) -> float:
     return sum(finding.causes.get(cause, 0.0) for cause in causes)
+
+
+def _starts_sooner(situation: Situation, server: ServerFacts, seats: int) -> bool:
+    """Whether seats are most of what a TTFT waits for, and more of them make the median shorter."""
+    if all(f.metric != "ttft" or f.main != "queue" for f in situation.findings):
+        return False
+    before, after = situation.simulated, situation.simulate(replace(server, max_num_seqs=seats))
+    old_ms = None if before is None else before.at("ttft", 50)
+    new_ms = None if after is None else after.at("ttft", 50)
+    return old_ms is not None and new_ms is not None and new_ms < old_ms
 
 
 def _suffers(situation: Situation, cause: str) -> bool:

@@ -218,6 +218,11 @@ def _notes(situation: Situation, repeated_share: float) -> list[str]:
             "a summary has the percentiles of each part by itself: what a slow call is made of is "
             "an estimate; the lines of `paceline bench --log FILE` have the calls"
         )
+    if situation.machine is None:
+        notes.append(
+            "floors are not known: --model names the server's model file, where the server runs on "
+            "this machine"
+        )
     if situation.server is None:
         notes.append(
             "what was recorded does not tell the server's options: levers need a server's address "

@@ -121,8 +121,11 @@ class Reports:
             made[name] = Metrics(books, books.recorder, books.meters, model=name)
         return made
 
-    async def live(self, after_s: str = "0", by: str = "wall", model: str = "") -> Response:
+    async def live(
+        self, http: HttpRequest, after_s: str = "0", by: str = "wall", model: str = ""
+    ) -> Response:
         """The last minutes by the second, after second `after_s`, and the slowest calls."""
+        _refuse_unknown(http, ("after_s", "by", "model"))
         if by not in RANKS:
             raise ApiError(400, f"by is {by!r}: it must be one of {', '.join(RANKS)}", param="by")
         after = _integer(after_s, param="after_s")

@@ -7,10 +7,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.server.calls import Call
+from paceline.server.timeline import server_timing
 
 _FIRST_BYTE = "paceline_first_byte_ns"
 _DRAIN = "paceline_drain"
@@ -71,6 +73,8 @@ class Timekeeping:
         async def timed_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.started(message["status"])
+                told = server_timing(call, time.monotonic_ns())
+                MutableHeaders(scope=message).setdefault("server-timing", told)
             await send(message)
 
         try:
