@@ -8,6 +8,7 @@ import time
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +18,7 @@ from paceline.server.page.routes import POLICY, read_files
 from tests.e2e.live import LiveServer, ServeProcess, wait_until
 from tests.e2e.test_disconnect import send
 from tests.e2e.test_ledger import timeline
+from tests.unit.proposers import eager_pace
 
 SOURCES = Path(__file__).parents[2] / "src/paceline/server/page/static"
 STATIC = files("paceline.server.page").joinpath("static")
@@ -187,7 +189,10 @@ def test_the_last_minutes_balance_with_what_was_asked(server):
 
 def test_tokens_that_drafts_foresaw_are_counted_in_the_step_that_gave_them(script_path):
     options = {"num_threads": 1, "kv_memory_bytes": 2**23, "speculate": "ngram:max=6"}
-    with LiveServer(script_path, **options) as server:
+    with (
+        patch("paceline.engine.speculation.speculator.Goodput", eager_pace()),
+        LiveServer(script_path, **options) as server,
+    ):
         answer = server.complete("0123456789" * 4, temperature=0, max_tokens=60)
         [choice] = timeline(server, answer["id"])["choices"]
         given = [step["new_tokens"] for step in choice["steps"]]

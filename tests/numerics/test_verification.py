@@ -44,7 +44,7 @@ def write(params: SamplingParams, first_seed: int, rng: np.random.Generator) -> 
     logits_after[1:, 1:] = np.log(SUCCESSORS)
     texts = [
         SimpleNamespace(
-            tokens=[FIRST], sampler=sampler.state(params, first_seed + i, (), ()),
+            tokens=[FIRST], sampler=sampler.state(params, first_seed + i),
             draft=None, num_accepted=0,
         )
         for i in range(BATCH)

@@ -101,7 +101,6 @@ def test_a_neutral_field_is_told_with_the_values_that_it_may_have(field, value, 
         ("reasoning", [{}, {"effort": "none"}, {"effort": None, "summary": None}],
          [{"effort": "most"}, {"effort": "none", "summary": "auto"}, "none", []]),
         ("top_logprobs", [0], [False, 1, ""]),
-        ("background", [False], [True, 0]),
     ],
 )  # fmt: skip
 def test_a_neutral_value_is_one_that_asks_for_nothing(field, good, bad):
