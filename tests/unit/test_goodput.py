@@ -233,6 +233,21 @@ def test_what_drafts_won_lately_pays_for_the_next_set_up() -> None:
     assert pace.budget_s == pytest.approx(2.7 * 0.05, rel=0.05)
 
 
+def test_a_set_up_for_one_sequence_of_many_has_a_share_of_the_fund() -> None:
+    pace = Goodput()
+    for num_rows in (1, 8):
+        pace.observe(num_rows=num_rows, num_drafted=0, num_accepted=0, num_prefill=0,
+                     seconds=0.1, draft_s=0.0, setup_s=0.0, look_s=0.0)  # fmt: skip
+    pace.is_open(1, 0)
+    alone_s = pace.budget_s
+    pace.is_open(8, 0)
+    assert pace.budget_s == pytest.approx(alone_s / 8, rel=0.05)
+    # 0.2 s are two of three steps for one sequence, and more than its share where there are eight.
+    offers = offers_of([[0.9] * 8], is_free=False, setup_s=0.2)
+    assert sum(pace.lengths(offers, 1, 0, lambda num_seqs: 0.001)) > 0
+    assert sum(pace.lengths(offers * 8, 8, 0, lambda num_seqs: 0.001)) == 0
+
+
 def test_the_better_of_two_offers_is_the_one_that_gives_more_tokens_a_second() -> None:
     pace = Goodput()
     play(pace, machine(0.05, 0.1), 0.9)

@@ -74,7 +74,8 @@ class Goodput:
     def budget_s(self) -> float:
         if not self._cost.is_known:
             return 0.0
-        num_steps = self._fund + max(self._balance - _CREDIT, 0.0)
+        # One sequence of n can win an n-th of a step's tokens, so so much is risked to find out.
+        num_steps = self._fund / self._num_rows + max(self._balance - _CREDIT, 0.0)
         return num_steps * self._cost.seconds(self._num_rows)
 
     def is_open(self, num_rows: int, num_prefill: int) -> bool:
