@@ -37,8 +37,8 @@ class Goodput:
     right, lost by the time that it took longer. When the balance cannot pay for a step's risk,
     there are no drafts, so whatever the estimates say no more than `_CREDIT` steps and `_TRICKLE`
     of the time are lost. A prompt in the step means no drafts: it fills the step by itself.
-    Looking for drafts takes time, too: where none was worth it, some steps pass before the next
-    look, so that `_LOOK` of the time is not exceeded.
+    Looking for drafts takes time, too: where none was worth it, up to `_MAX_REST` steps pass before
+    the next look, so that it takes no more than `_LOOK` of the time, or a look in every 17th step.
 
     Guesses that cost time must be paid before they can win, set-ups long before. A fund pays for
     set-ups, with what drafts won lately, and for such guesses where the balance cannot. It has a
