@@ -178,10 +178,16 @@ def steps_of(server: ServeProcess) -> float:
     return float(line.split()[-1])
 
 
+def trace_of(server: ServeProcess, *, last_s: int) -> dict[str, Any]:
+    """Return the trace of a server's last seconds."""
+    url = f"http://127.0.0.1:{server.port}/v1/trace?last_s={last_s}"
+    trace: dict[str, Any] = httpx.get(url, timeout=TIMEOUT_S).json()
+    return trace
+
+
 def pool_bytes(server: ServeProcess) -> int:
     """Return the size of the KV pool."""
-    trace = httpx.get(f"http://127.0.0.1:{server.port}/v1/trace?last_s=1", timeout=TIMEOUT_S)
-    about = trace.json()["otherData"]["paceline"]
+    about = trace_of(server, last_s=1)["otherData"]["paceline"]
     size: int = about["num_blocks"] * about["block_size"] * about["kv_token_bytes"]
     return size
 
@@ -216,13 +222,14 @@ def soak(
 ) -> Report:
     """Storm a server for `seconds`. `song` is what the canary asks for.
 
-    A storm goes before, so that the baseline has what a server takes once and keeps: its logs are
-    full then.
+    A storm and a report of it go before, so that the baseline has what a server takes once and
+    keeps: its logs are full then, and its allocator has had room for the largest answer.
     """
     storm = {"num_clients": num_clients, "is_script": is_script}
     with Storm(server, seed=-1 - seed, burst_s=seconds / 50, **storm):
         time.sleep(seconds / 5)
         wait_until(lambda: steps_of(server) > NUM_LOGGED_STEPS, timeout_s=MAX_FILL_S)
+        trace_of(server, last_s=3600)
     baseline = settled(server)
     with Canary(server.port, song) as quiet:
         time.sleep(seconds / 10)

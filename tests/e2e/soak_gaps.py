@@ -44,6 +44,8 @@ class GapBook:
         """Look at a gap soon after it ended: a server remembers its last 8,192 steps alone."""
         if gap.server_ms < self._limit_ms:
             return
+        if len(self.kept) == _NUM_KEPT and gap.server_ms <= self.kept[-1]["server_ms"]:
+            return
         last_s = (time.monotonic_ns() - gap.begin_ns) / 1e9 + 1
         reply = httpx.get(self._url, params={"last_s": f"{last_s:.3f}"}, timeout=600)
         seen = {"trace": reply.text[:300]}  # why there is none
