@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from paceline.engine.block_pool import BlockPool
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence, State
@@ -214,6 +216,23 @@ def test_a_choice_without_a_seat_waits_and_computes_the_prompt_itself() -> None:
     b.append_token(7, 1)
     scheduler.remove(a)
     assert scheduler.schedule(1).chunks == [(b, 21)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "slo"])
+def test_a_choice_without_a_seat_takes_the_next_one_not_that_of_a_later_request(
+    policy: str,
+) -> None:
+    scheduler = make_scheduler(max_num_seqs=2, policy=policy)
+    a, later = add(scheduler, 0, 10), add(scheduler, 2, 10)
+    for seq, n in scheduler.schedule(1).chunks:
+        seq.num_computed += n
+    b = fork(scheduler, a, 1)
+    for seq in (a, b, later):
+        seq.append_token(7, 1)
+    assert [seq for seq, _ in step(scheduler).chunks] == [a, later]
+    assert scheduler.num_preemptions == 0
+    scheduler.remove(a)
+    assert [seq for seq, _ in step(scheduler).chunks] == [later, b]
 
 
 def test_remove_is_idempotent_and_frees_everything() -> None:

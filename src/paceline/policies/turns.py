@@ -18,13 +18,15 @@ _by_number = attrgetter("number")
 
 
 class Turns:
-    """Those that wait go by whose tenant was served least; of one tenant, by submission.
+    """Who runs stays ahead; those that wait go by whose tenant was served least.
+
+    Of one tenant they go by submission. One that waits may have come before one that runs: a choice
+    that found no seat, a call that waits for a prefix. It takes the next seat, not a taken one.
 
     The virtual token counter of Sheng et al. 2024 ("Fairness in Serving Large Language Models"): a
     tenant is charged what it is served, prompt tokens that were computed and generated ones. Who
     comes, or comes back, begins no lower than the least charged of those that are here, so being
-    away earns nothing. While there is one tenant nothing is counted: the order is that of
-    submission. Who runs stays ahead of who waits.
+    away earns nothing. While there is one tenant nothing is counted.
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,7 @@ class Turns:
         if len(present) < 2 and self._served.keys() <= present:
             self._served.clear()
             self._charged.clear()
-            return sorted(everyone, key=_by_number)
+            return sorted(running, key=_by_number) + sorted(waiting, key=_by_number)
         self._charge(everyone)
         self._join(present)
         return sorted(running, key=_by_number) + self._in_turns(waiting)
