@@ -16,7 +16,7 @@ from paceline.cli.serve import serve
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain import costs
 from paceline.explain.causes import WORDS, find, gather, tpot_causes
-from paceline.explain.costs import fit_steps, scaled_costs
+from paceline.explain.costs import fit_steps, scaled_costs, table_seconds
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
 from paceline.explain.levers import LEVERS, options_of
 from paceline.explain.predictions import curves_of, predicted
@@ -41,8 +41,8 @@ SERVER = ServerFacts(
 MACHINE = Machine(cpu="c", num_cores=2, quota=None, isa="avx2", version="0")
 # 10 ms a step and 1 ms a token, exactly.
 STEPS = tuple(
-    StepFacts(num_tokens=n, num_decode=1, num_seqs=1, forward_s=0.0, duration_s=0.010 + n * 0.001)
-    for n in (1, 1, 4, 64, 64, 512)
+    StepFacts(num_tokens=n, num_decode=1, num_seqs=1, forward_s=s, duration_s=s)
+    for n, s in ((n, 0.010 + n * 0.001) for n in (1, 1, 4, 64, 64, 512))
 )
 
 
@@ -718,13 +718,90 @@ def test_a_known_table_is_scaled_to_the_steps_that_ran():
         curves=(curve, decode),
     )  # fmt: skip
     slow = [
-        StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=0, duration_s=s)
+        StepFacts(num_tokens=n, num_decode=0, num_seqs=1, forward_s=s, duration_s=s + 0.001)
         for n, s in ((1, 0.02), (8, 0.04), (8, 9.0), (8, 0.04))
     ]
     scaled = scaled_costs(table, slow)
     assert scaled.scale == pytest.approx(2.0)
+    assert scaled.python_s == pytest.approx(0.001)
     # A line through steps of 1 and 8 tokens would expect a step of 512 to take 1.5 s.
-    assert scaled.seconds(0, 512) == pytest.approx(1.2)
-    assert scaled.seconds(0, 8) == pytest.approx(0.04)
-    assert scaled.seconds(4, 0) == pytest.approx(0.026)
-    assert scaled.seconds(2, 8) == pytest.approx(0.04 + 2 * 0.002)  # each adds 1 ms, times 2
+    assert scaled.seconds(0, 512) == pytest.approx(0.001 + 1.2)
+    assert scaled.seconds(0, 8) == pytest.approx(0.001 + 0.04)
+    assert scaled.seconds(4, 0) == pytest.approx(0.001 + 0.026)
+
+
+def table_of(*curves: tuple[str, int, tuple[tuple[int, float], ...]]) -> StepTable:
+    return StepTable(
+        model="m", machine=MACHINE, num_threads=2, kv_dtype="f16", block_size=16,
+        curves=tuple(Curve(kind=k, context=c, points=points) for k, c, points in curves),
+    )  # fmt: skip
+
+
+def test_rows_beside_a_prompt_cost_what_more_of_its_tokens_do_and_their_logits():
+    prompts = ("prefill", 0, ((1, 0.010), (16, 0.025), (512, 0.521)))  # 1 ms a token
+    memory = table_of(prompts, ("decode", 0, ((1, 0.010), (32, 0.010))))
+    # Alone three rows are as fast as one: all wait for the weights. A prompt's step does not.
+    assert table_seconds(memory, 3, 0) == pytest.approx(0.010)
+    assert table_seconds(memory, 3, 16) == pytest.approx(0.028)
+    logits = table_of(prompts, ("decode", 0, ((1, 0.010), (5, 0.018))))  # 1 ms a row on top
+    assert table_seconds(logits, 4, 16) == pytest.approx(0.029 + 0.004)
+
+
+def test_steps_grow_with_the_keys_that_their_tokens_attend_to():
+    table = table_of(
+        ("prefill", 0, ((1, 0.010), (512, 0.521))), ("prefill", 1024, ((1, 0.020), (512, 1.043))),
+        ("decode", 0, ((1, 0.010), (8, 0.017))), ("decode", 1024, ((1, 0.020), (8, 0.097))),
+    )  # fmt: skip
+    assert table_seconds(table, 4, 0, 513) == pytest.approx(
+        table.seconds(4, 512, kind="decode")
+    )  # fmt: skip
+    # 16 tokens after 256: the first attends to 257 keys, the last to 272.
+    assert table_seconds(table, 0, 16, 264.5) == pytest.approx(table.seconds(16, 256))
+    # 8 prompts of 64 tokens attend to fewer keys than one of 512 does.
+    assert table_seconds(table, 0, 512, 32.5) < table.seconds(512)
+    steps = [
+        StepFacts(num_tokens=2, num_decode=2, num_seqs=2, forward_s=s, duration_s=s, mean_keys=keys)
+        for keys, s in ((1, 0.022), (1025, 0.062))
+    ]
+    assert scaled_costs(table, steps).scale == pytest.approx(2.0)
+
+
+# ---- what is known of steps ----
+
+
+@pytest.mark.parametrize(("times", "is_guess"), [(1, True), (3, False)])
+def test_sizes_are_said_to_be_guesses_where_few_sizes_of_steps_ran(times, is_guess, capsys):
+    found = explain(situation(*queued(num_tokens=31), steps=ONE_SEQ * times, max_num_seqs=1))
+    assert found.advice[0].lever == "max-num-seqs"
+    assert found.are_sizes_guesses == is_guess
+    assert any("`paceline roofline MODEL` measures them" in n for n in found.notes) == is_guess
+    print_explanation(found)
+    assert ("by how much is a guess" in capsys.readouterr().out) == is_guess
+
+
+def test_the_command_that_measures_steps_has_the_servers_options():
+    shared = dict(steps=STEPS[:2], num_threads=1, kv_dtype="int8")
+    assert any("MODEL --threads 1 --kv-dtype int8`" in n for n in notes_of(**shared))
+    assert not any("paceline roofline" in n for n in notes_of(**shared, block_size=32))
+    assert any("is a guess" in n for n in notes_of(**shared, block_size=32))
+
+
+def notes_of(**options) -> tuple[str, ...]:
+    return explain(situation(call({"prefill": 100}, {"decode": 100}), **options)).notes
+
+
+def test_a_measured_table_is_no_guess_however_few_sizes_ran():
+    machine = costs.Machine(
+        ceilings=MachineCeilings(
+            machine=MACHINE, measured_at=0.0, busy_cores=0.0,
+            by_threads=(replace(CEILINGS, num_threads=2),),
+        ),
+        costs=COSTS, num_threads=2,
+        table=table_of(("prefill", 0, ((1, 0.011), (512, 0.522))),
+                       ("decode", 0, ((1, 0.011), (8, 0.018)))),
+    )  # fmt: skip
+    facts = Facts(source="x", calls=(call({"prefill": 110}, {"decode": 110}),), server=SERVER,
+                  steps=STEPS[:2])  # fmt: skip
+    one = situation_of(facts, machine)
+    assert not explain(one).are_sizes_guesses
+    assert one.steps.known == ((1, 0.011), (512, 0.522))

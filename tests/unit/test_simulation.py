@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from paceline.engine.known_costs import Points
 from paceline.explain.facts import CallFacts, ServerFacts
 from paceline.explain.load import Asked, load_of
 from paceline.explain.simulation import simulate
@@ -21,11 +22,14 @@ SERVER = ServerFacts(
 class Line:
     """10 ms a step and 1 ms a token; remembers the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, python_s: float = 0.0, known: Points = ()) -> None:
         self.steps: list[tuple[int, int]] = []
+        self.keys: list[float] = []
+        self.python_s, self.known = python_s, known
 
-    def seconds(self, num_decode: float, num_prefill: int) -> float:
+    def seconds(self, num_decode: float, num_prefill: int, mean_keys: float | None = None) -> float:
         self.steps.append((int(num_decode), num_prefill))
+        self.keys.append(mean_keys)
         return 0.010 + 0.001 * (num_decode + num_prefill)
 
 
@@ -136,11 +140,79 @@ def test_a_bound_on_steps_is_kept_by_the_policy_itself():
     assert max(p for d, p in bound.steps if d) < 30
 
 
-def call(began_at: float, wall_ms: float, **known: int) -> CallFacts:
+def beside_a_stream(costs: Line) -> int:
+    """Return the most tokens of a prompt that a bound of 30 ms lets into a step of a stream."""
+    stream, prompt = asked(8, 40), asked(200, 1, at_s=0.02)
+    simulate([stream, prompt], replace(SERVER, policy="slo:step_ms=30"), costs)
+    return max(p for d, p in costs.steps if d)
+
+
+def test_a_policy_begins_with_what_the_engine_knows_of_its_steps():
+    known = ((1, 0.005), (64, 0.014), (512, 0.078))  # cheaper than they turn out to be
+    assert beside_a_stream(Line(known=known)) == 63
+    assert beside_a_stream(Line()) < 30
+
+
+def test_a_policy_learns_of_the_forward_alone():
+    # A token takes 1 ms: 30 of them fit, or 20 with the 10 ms that are the engine's Python.
+    assert beside_a_stream(Line(python_s=0.010)) > beside_a_stream(Line())
+
+
+def test_a_call_comes_when_its_prompt_is_ready():
+    costs = Line()
+    ready = [replace(asked(30, 3, at_s=at_s), ready_s=0.05 - at_s) for at_s in (0.0, 0.04)]
+    found = simulate(ready, SERVER, costs)
+    assert costs.steps == [(0, 60), (2, 0), (2, 0)]
+    assert found.ttft_ms == pytest.approx([70, 70])
+
+
+def test_a_client_asks_again_when_it_has_the_answer():
+    other = asked(8, 20)
+    first = replace(asked(8, 2), tail_s=0.1)
+    costs = Line()
+    simulate([other, first, asked(8, 2, after=1)], SERVER, costs)
+    # It ends after two steps; ten of the other pass until its client asks again.
+    assert [i for i, (_, p) in enumerate(costs.steps) if p] == [0, 12]
+
+
+def test_a_call_without_content_has_no_ttft():
+    silent = replace(asked(64, 1), has_content=False)
+    found = simulate([silent, asked(64, 3)], replace(SERVER, max_num_seqs=1), Line())
+    assert found.ttft_ms == pytest.approx([74 + 74])
+    assert found.tpot_ms == pytest.approx([11])
+
+
+def test_costs_are_told_how_many_keys_a_token_attends_to():
+    costs = Line()
+    simulate([asked(100, 3)], SERVER, costs)
+    assert costs.steps == [(0, 64), (0, 36), (1, 0), (1, 0)]
+    assert costs.keys == [32.5, 64 + 18.5, 101, 102]
+
+
+def call(began_at: float, wall_ms: float, **known) -> CallFacts:
+    facts = {"ttft_ms": 1.0, "parts": {}, "prompt_tokens": 10, **known}
     return CallFacts(
-        wall_ms=wall_ms, ttft_ms=1.0, parts={}, first_parts={}, others_prefill_ms=0.0,
-        prompt_tokens=10, completion_tokens=5, began_at=began_at, **known,
+        wall_ms=wall_ms, first_parts={}, others_prefill_ms=0.0, completion_tokens=5,
+        began_at=began_at, **facts,
     )  # fmt: skip
+
+
+def test_what_a_call_spends_before_and_after_the_engine_is_known_of_it():
+    parts = {"receive": 1.0, "parse": 2.0, "template": 3.0, "tokenise": 4.0, "prefill": 50.0,
+             "handoff": 6.0, "send": 20.0}  # fmt: skip
+    (found,) = load_of([call(0, 100, parts=parts)])
+    assert (found.ready_s, found.tail_s) == pytest.approx((0.010, 0.026))
+    assert found.has_content
+    assert not load_of([call(0, 100, ttft_ms=None)])[0].has_content
+
+
+def test_what_the_prefix_cache_found_is_shared_also_by_those_that_came_too_early_for_it():
+    calls = [
+        call(at_s, 500, ttft_ms=200.0, prompt_tokens=60, cached_tokens=cached)
+        for at_s, cached in ((0.0, 0), (0.1, 0), (0.3, 27), (0.4, 40))
+    ]
+    assert [asked.num_shared for asked in load_of(calls)] == [40, 27, 27, 40]
+    assert [asked.num_shared for asked in load_of(calls[:2])] == [0, 0]
 
 
 def test_a_call_that_begins_when_another_ends_has_waited_for_it():

@@ -60,7 +60,8 @@ def print_explanation(found: Explanation) -> None:
     if not found.advice:
         _say("No option of this build would lower a percentile by 5 % or more.")
         return
-    _say("What would help, by the measured cost of steps:")
+    rough = " (by how much is a guess: see the note)" if found.are_sizes_guesses else ""
+    _say(f"What would help, by the measured cost of steps{rough}:")
     for number, advice in enumerate(found.advice, start=1):
         _say(f"{number}. {_advice(advice)}")
 

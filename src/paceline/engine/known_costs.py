@@ -7,10 +7,14 @@ tokens come never depends on it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from paceline.config import EngineConfig, parse_spec
+
+if TYPE_CHECKING:
+    from paceline.measure.step_table import StepTable
 
 Points = tuple[tuple[int, float], ...]  # tokens of a step, ascending -> seconds of its forward
 
@@ -36,7 +40,10 @@ def known_costs(path: Path, config: EngineConfig) -> KnownCosts:
         path, num_threads=config.num_threads, kv_dtype=config.kv_dtype,
         block_size=config.block_size,
     )  # fmt: skip
-    if table is None:
-        return KnownCosts()
+    return KnownCosts() if table is None else known_points(table)
+
+
+def known_points(table: StepTable) -> KnownCosts:
+    """Return what a table says of sequences that have just begun."""
     points = {curve.kind: curve.points for curve in table.curves if not curve.context}
     return KnownCosts(points.get("prefill", ()), points.get("verify", ()))

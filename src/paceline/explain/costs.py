@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from paceline.config import EngineConfig
 from paceline.cpu import default_num_threads
+from paceline.engine.known_costs import Points, known_points
 from paceline.errors import ParameterError
 from paceline.explain.causes import Finding
 from paceline.explain.facts import ServerFacts, StepFacts
@@ -27,69 +28,111 @@ if TYPE_CHECKING:
     from paceline.weights.checkpoint import Checkpoint
 
 _MANY = 256  # tokens of a step whose cost is nearly all theirs
+_OFTEN = 3  # steps of a size: fewer say little of what it costs
 
 
 class StepCosts(Struct, frozen=True, kw_only=True):
     """A step takes about `base_s`, `token_s` a token of a prompt and `row_s` a row that decodes.
 
-    Its Python is included. With a table of the model on this machine, its costs times `scale`
-    instead: lines through the steps that ran say little of steps of another size. Where guesses
-    are checked a sequence that decodes has `rows_per_seq` rows.
+    Its Python is included. With a table of the model on this machine, its costs times `scale`,
+    and `python_s`, instead: lines through the steps that ran say little of steps of another size.
+    Where guesses are checked a sequence that decodes has `rows_per_seq` rows.
     """
 
     base_s: float
     token_s: float
     row_s: float
     rows_per_seq: float = 1.0
+    python_s: float = 0.0  # of a step: what is not its forward
+    num_sizes: int = 0  # that ran often enough to tell what they cost
     table: StepTable | None = None
     scale: float = 1.0
 
-    def seconds(self, num_decode: float, num_prefill: int) -> float:
-        """Return the cost of a step: of so many sequences that decode, tokens of one prompt."""
+    @property
+    def known(self) -> Points:
+        """What an engine on this machine knows of its steps before the first one."""
+        return () if self.table is None else known_points(self.table).prefill
+
+    @property
+    def are_guesses(self) -> bool:
+        """Whether steps of other sizes than ran are priced by a line through one or two points."""
+        return self.table is None and self.num_sizes <= 2
+
+    def seconds(self, num_decode: float, num_prefill: int, mean_keys: float | None = None) -> float:
+        """Return the cost of a step: of so many sequences that decode, and tokens of prompts.
+
+        `mean_keys` are those that a token attends to, None where the sequences have just begun.
+        Only a table tells what they cost.
+        """
         rows = num_decode * self.rows_per_seq
         if self.table is None:
             return self.base_s + num_prefill * self.token_s + rows * self.row_s
-        return self.scale * table_seconds(self.table, rows, num_prefill)
+        return self.python_s + self.scale * table_seconds(self.table, rows, num_prefill, mean_keys)
 
     def as_long_as(self, steps: Sequence[StepFacts]) -> StepCosts:
         """Return the same costs, made dearer or cheaper alike so that all these steps take as long
         as they did: medians leave out the stalls of a busy machine, and who queues does not.
         """
         plain_s = sum(
-            self.seconds(step.num_decode / self.rows_per_seq, step.num_prefill) for step in steps
+            self.seconds(step.num_decode / self.rows_per_seq, step.num_prefill, step.mean_keys)
+            for step in steps
         )
         if not plain_s:
             return self
         factor = sum(step.duration_s for step in steps) / plain_s
         return replace(
             self, base_s=factor * self.base_s, token_s=factor * self.token_s,
-            row_s=factor * self.row_s, scale=factor * self.scale,
+            row_s=factor * self.row_s, python_s=factor * self.python_s, scale=factor * self.scale,
         )  # fmt: skip
 
 
-def table_seconds(table: StepTable, num_rows: float, num_prefill: int) -> float:
-    """Return what the table says of a step; rows beside a prompt cost what they add to one row."""
+def table_seconds(
+    table: StepTable, num_rows: float, num_prefill: int, mean_keys: float | None = None
+) -> float:
+    """Return what the table says of a step's forward.
+
+    Rows that decode beside a prompt are computed as more tokens of it, and then need logits: such
+    a step is bound by its multiply-adds, not by the weights that a step without a prompt reads.
+    """
     if not num_prefill:
-        return table.seconds(num_rows, kind="decode")
-    prefill_s = table.seconds(num_prefill)
+        context = 0.0 if mean_keys is None else mean_keys - 1
+        return table.seconds(num_rows, context, kind="decode")
+    num_tokens = num_rows + num_prefill
+    context = 0.0 if mean_keys is None else mean_keys - _keys_within(table, num_tokens)
+    tokens_s = max(table.seconds(num_tokens, context), table.seconds(1))
     if not num_rows:
-        return prefill_s
-    added_s = table.seconds(num_rows + 1, kind="decode") - table.seconds(1, kind="decode")
-    return prefill_s + max(added_s, 0.0)
+        return tokens_s
+    with_logits_s = table.seconds(num_rows + 1, kind="decode")
+    return tokens_s + max(with_logits_s - table.seconds(num_rows + 1), 0.0)
+
+
+def _keys_within(table: StepTable, num_tokens: float) -> float:
+    """Return the keys among themselves that the table's tokens of one prompt attend to.
+
+    Tokens of several prompts attend to fewer: their context counts as less than none.
+    """
+    largest = max(curve.points[-1][0] for curve in table.curves if curve.kind == "prefill")
+    return (min(num_tokens, largest) + 1) / 2
 
 
 def scaled_costs(table: StepTable, steps: Sequence[StepFacts]) -> StepCosts:
-    """Return the table's costs, scaled by what the steps that ran took beside it."""
+    """Return the table's costs, scaled by what the forwards that ran took beside it."""
     ratios = [
-        step.duration_s / table_seconds(table, step.num_decode, step.num_prefill) for step in steps
+        step.forward_s / table_seconds(table, step.num_decode, step.num_prefill, step.mean_keys)
+        for step in steps
     ]
     scale = statistics.median(ratios) if ratios else 1.0
     one_s, many_s = (scale * table.seconds(n) for n in (1, _MANY))
     token_s = max((many_s - one_s) / (_MANY - 1), 0.0)
     return StepCosts(
         base_s=max(one_s - token_s, 0.0), token_s=token_s, row_s=token_s,
-        rows_per_seq=_rows_per_seq(steps), table=table, scale=scale,
+        rows_per_seq=_rows_per_seq(steps), python_s=_python_s(steps), table=table, scale=scale,
     )  # fmt: skip
+
+
+def _python_s(steps: Sequence[StepFacts]) -> float:
+    spent = [max(step.duration_s - step.forward_s, 0.0) for step in steps]
+    return statistics.median(spent) if spent else 0.0
 
 
 def fit_steps(steps: Sequence[StepFacts]) -> StepCosts | None:
@@ -118,7 +161,8 @@ def fit_steps(steps: Sequence[StepFacts]) -> StepCosts | None:
     base_s, token_s, *row_s = _least_squares(counts * weight[:, None], wanted)
     return StepCosts(
         base_s=base_s, token_s=token_s, row_s=row_s[0] if row_s else token_s,
-        rows_per_seq=_rows_per_seq(steps),
+        rows_per_seq=_rows_per_seq(steps), python_s=min(_python_s(steps), base_s),
+        num_sizes=sum(len(size) >= _OFTEN for size in by_size.values()),
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class StepFacts(Struct, frozen=True, kw_only=True):
     forward_s: float
     duration_s: float
     num_guesses: int = 0
+    mean_keys: float | None = None  # that a token attends to in a layer; None: not known
 
     @property
     def num_prefill(self) -> int:
@@ -72,6 +73,7 @@ class ServerFacts(Struct, frozen=True, kw_only=True):
     weight_bytes: Some
     num_parameters: Some
     policy: str
+    num_layers: int = 0  # 0: an older server does not tell
     prefix_cache: bool = True
     activations: str = "q8"
     speculate: str = "off"

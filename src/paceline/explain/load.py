@@ -24,6 +24,9 @@ class Asked(Struct, frozen=True, kw_only=True):
     num_steps: int  # that gave those tokens: fewer where guesses were right
     after: int | None
     delay_s: float
+    ready_s: float = 0.0  # from its coming until the engine has it
+    tail_s: float = 0.0  # from its last token until its client has all of it
+    has_content: bool = True  # else there is nothing that its TTFT could count to
 
 
 def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
@@ -33,7 +36,7 @@ def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
     taken for one, and the first call of all begins with it, too.
     """
     calls = sorted(calls, key=lambda call: call.began_at)
-    longest = max((call.repeated_tokens for call in calls), default=0)
+    shared = _shared(calls)
     leaders = _leaders(calls)
     load = []
     for i, call in enumerate(calls):
@@ -43,14 +46,37 @@ def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
         load.append(
             Asked(
                 num_prompt=max(call.prompt_tokens, 1),
-                num_shared=min(longest if i == 0 else call.repeated_tokens, call.prompt_tokens),
+                num_shared=min(shared[i], call.prompt_tokens),
                 num_output=num_output,
                 num_steps=max(num_output - call.unstepped_tokens, 1),
                 after=leader,
                 delay_s=call.began_at - since,
+                ready_s=_seconds(call, "receive", "parse", "template", "tokenise"),
+                tail_s=_seconds(call, "handoff", "send"),
+                has_content=call.ttft_ms is not None,
             )
         )
     return load
+
+
+def _shared(calls: Sequence[CallFacts]) -> list[int]:
+    """Return how many first tokens each prompt has in common with others.
+
+    Repeats are counted in blocks of 32; the prefix cache finds shorter ones, such as the beginning
+    that a chat template gives. Who came before the first prompt was computed found nothing: it is
+    taken to share what all that came later do.
+    """
+    found = [max(call.repeated_tokens, call.cached_tokens) for call in calls]
+    if not found:
+        return []
+    first_ms = calls[0].wall_ms if calls[0].ttft_ms is None else calls[0].ttft_ms
+    num_early = sum(call.began_at < calls[0].began_at + first_ms / 1e3 for call in calls)
+    common = min(found[num_early:], default=0)
+    return [max(found), *(max(n, common) for n in found[1:num_early]), *found[max(num_early, 1) :]]
+
+
+def _seconds(call: CallFacts, *parts: str) -> float:
+    return sum(call.parts.get(part, 0.0) for part in parts) / 1e3
 
 
 def _leaders(calls: Sequence[CallFacts]) -> list[int | None]:

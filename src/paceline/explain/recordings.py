@@ -43,6 +43,7 @@ class StepRecord(Struct, kw_only=True):
     tokens: dict[str, Count]
     num_seqs: int
     forward_ms: float
+    num_keys: Count = 0  # attended, over all layers; 0: an older server does not tell
 
 
 class Event(Struct):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from paceline.config import EngineConfig
 from paceline.explain.causes import Causes, Finding, Metric
 from paceline.explain.costs import StepCosts
 from paceline.explain.facts import ServerFacts
@@ -66,6 +67,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
     num_failed: int
     num_steps: int
     repeated_share: float  # of prompt tokens: as an earlier prompt began, and computed anew
+    are_sizes_guesses: bool  # of what is advised: steps of one or two sizes ran
     bounds: tuple[Bound, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
@@ -81,6 +83,7 @@ def explain(situation: Situation) -> Explanation:
         num_failed=facts.num_failed,
         num_steps=len(facts.steps),
         repeated_share=share,
+        are_sizes_guesses=_are_sizes_guesses(situation),
         bounds=tuple(_bound(finding, situation) for finding in situation.findings),
         advice=tuple(advise(situation)),
         notes=tuple(_notes(situation, share)),
@@ -213,6 +216,9 @@ def _notes(situation: Situation, repeated_share: float) -> list[str]:
                 "predicts is rough"
             )
             break
+    if _are_sizes_guesses(situation):
+        notes.append(f"steps of one or two sizes ran, so by how much a change would help is a "
+                     f"guess{_remedy(situation)}")  # fmt: skip
     if situation.facts.percentiles:
         notes.append(
             "a summary has the percentiles of each part by itself: what a slow call is made of is "
@@ -229,6 +235,29 @@ def _notes(situation: Situation, repeated_share: float) -> list[str]:
             "or a file of `paceline trace`"
         )
     return notes
+
+
+def _are_sizes_guesses(situation: Situation) -> bool:
+    """Whether the steps that ran tell too little of those that a change would lead to."""
+    if situation.server is None or not situation.facts.steps:
+        return False
+    return situation.steps is None or situation.steps.are_guesses
+
+
+def _remedy(situation: Situation) -> str:
+    """Return how to have the cost of steps of every size; nothing where no command measures it."""
+    server, usual = situation.server, EngineConfig()
+    if server is None or server.block_size != usual.block_size:
+        return ""
+    options = ""
+    if server.num_threads != server.machine_threads:
+        options += f" --threads {server.num_threads}"
+    if server.kv_dtype != usual.kv_dtype:
+        options += f" --kv-dtype {server.kv_dtype}"
+    return (
+        f"; `paceline roofline MODEL{options}` measures them on the server's machine once, and "
+        "`paceline explain --model MODEL` then knows them"
+    )
 
 
 def _is_far(model_ms: float, measured_ms: float) -> bool:

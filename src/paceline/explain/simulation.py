@@ -3,7 +3,8 @@
 Scheduler, policy, block pool and prefix cache are those of the engine, so who is admitted, waits,
 is preempted and shares a step is as it would be; what a step takes comes from the costs of steps.
 Left out: Python outside of the steps, text, sending, slow clients, calls that were no answers,
-several choices (they count as one answer), priorities and keys, KV tiers, and other models.
+several choices (they count as one answer), priorities and keys, KV tiers, and other models. A call
+is timed from when the engine has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.engine.block_pool import BlockPool
+from paceline.engine.known_costs import Points
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.scheduler import Schedule, Scheduler
 from paceline.engine.sequence import Sequence
@@ -33,8 +35,19 @@ _SHARED = 0  # the token of the beginning that prompts share; call i has i + 1
 class Costs(Protocol):
     """What steps take."""
 
-    def seconds(self, num_decode: float, num_prefill: int) -> float:
-        """Return the time of a step with so many sequences that decode and tokens of prompts."""
+    @property
+    def python_s(self) -> float:
+        """What of a step is not its forward: policies learn nothing of it."""
+
+    @property
+    def known(self) -> Points:
+        """What the engine knows of its steps before the first one."""
+
+    def seconds(self, num_decode: float, num_prefill: int, mean_keys: float | None = None) -> float:
+        """Return the time of a step with so many sequences that decode and tokens of prompts.
+
+        `mean_keys` are those that a token of the step attends to.
+        """
 
 
 class Outcomes(Struct, frozen=True, kw_only=True):
@@ -98,6 +111,8 @@ class _Run:
             max_tokens=server.max_batched_tokens,
             cache=PrefixCache(pool, block_size=size) if server.prefix_cache else None,
         )
+        for num_tokens, seconds in costs.known:
+            policy.observe(num_tokens, seconds)
         self._now_s = 0.0
         self._due: list[tuple[float, int]] = []  # a heap: when a call comes, and which
         self._followers: dict[int, list[int]] = defaultdict(list)
@@ -107,7 +122,7 @@ class _Run:
         self._end_s: dict[int, float] = {}
         for i, asked in enumerate(load):
             if asked.after is None:
-                heapq.heappush(self._due, (asked.delay_s, i))
+                heapq.heappush(self._due, (asked.delay_s + asked.ready_s, i))
             else:
                 self._followers[asked.after].append(i)
 
@@ -125,6 +140,8 @@ class _Run:
     def outcomes(self) -> Outcomes:
         ttft, tpot = [], []
         for i, first_s in self._first_s.items():
+            if not self._load[i].has_content:
+                continue
             ttft.append((first_s - self._came_s[i]) * 1e3)
             num_gaps = self._load[i].num_steps - 1
             if num_gaps:
@@ -148,10 +165,11 @@ class _Run:
         )  # fmt: skip
 
     def _step(self, schedule: Schedule) -> None:
-        num_prefill = schedule.num_prefill_tokens
-        step_s = self._costs.seconds(schedule.num_tokens - num_prefill, num_prefill)
+        num_tokens, num_prefill = schedule.num_tokens, schedule.num_prefill_tokens
+        num_keys = sum(n * seq.num_computed + n * (n + 1) / 2 for seq, n in schedule.chunks)
+        step_s = self._costs.seconds(num_tokens - num_prefill, num_prefill, num_keys / num_tokens)
         self._now_s += step_s
-        self._scheduler.observe(schedule.num_tokens, step_s)
+        self._scheduler.observe(num_tokens, max(step_s - self._costs.python_s, 0.0))
         for seq, num_tokens in schedule.chunks:
             seq.num_computed += num_tokens
             if seq.num_computed == len(seq.token_ids):
@@ -165,5 +183,7 @@ class _Run:
             return
         self._end_s[i] = self._now_s
         self._scheduler.remove(seq)
+        told_s = self._now_s + self._load[i].tail_s
         for follower in self._followers[i]:
-            heapq.heappush(self._due, (self._now_s + self._load[follower].delay_s, follower))
+            asked = self._load[follower]
+            heapq.heappush(self._due, (told_s + asked.delay_s + asked.ready_s, follower))

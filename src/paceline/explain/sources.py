@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.engine.build import display_name
 from paceline.errors import PacelineError, ParameterError
-from paceline.explain.facts import CallFacts, Facts, Parts, StepFacts
+from paceline.explain.facts import CallFacts, Facts, Parts, ServerFacts, StepFacts
 from paceline.explain.recordings import (
     CallRecord,
     Event,
@@ -87,7 +87,7 @@ def from_trace(trace: Mapping[str, Any], source: str) -> Facts:
             else:
                 num_failed += 1
         elif "forward_ms" in event.args:
-            steps.append(_step(event, source))
+            steps.append(_step(event, source, found.about.paceline))
     return Facts(
         source=source,
         calls=tuple(calls),
@@ -212,15 +212,18 @@ def _call(details: Mapping[str, Any], source: str) -> CallFacts:
     )
 
 
-def _step(event: Event, source: str) -> StepFacts:
+def _step(event: Event, source: str, server: ServerFacts | None) -> StepFacts:
     step = checked(event.args, StepRecord, source)
+    num_tokens = sum(step.tokens.values())
+    seen = num_tokens * (0 if server is None else server.num_layers)
     return StepFacts(
-        num_tokens=sum(step.tokens.values()),
+        num_tokens=num_tokens,
         num_decode=step.tokens.get("decode", 0) + step.tokens.get("verify", 0),
         num_guesses=step.tokens.get("verify", 0),
         num_seqs=step.num_seqs,
         forward_s=step.forward_ms / 1e3,
         duration_s=event.dur / 1e6,
+        mean_keys=step.num_keys / seen if seen and step.num_keys else None,
     )
 
 

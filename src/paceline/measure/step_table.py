@@ -55,7 +55,9 @@ class StepTable(Struct, frozen=True, kw_only=True):
     block_size: int
     curves: tuple[Curve, ...]
 
-    def seconds(self, num_tokens: float, context: int = 0, *, kind: StepKind = "prefill") -> float:
+    def seconds(
+        self, num_tokens: float, context: float = 0, *, kind: StepKind = "prefill"
+    ) -> float:
         """Return what a step costs whose sequences hold `context` tokens before it.
 
         Between measured sizes and contexts on a straight line, and straight on beyond them.

@@ -94,6 +94,7 @@ def about(loaded: LoadedModel) -> dict[str, Any]:
         "num_blocks": loaded.kv.num_blocks,
         "kv_token_bytes": kv_token_bytes(model, config.kv_dtype),
         "weight_bytes": loaded.weight_bytes,
+        "num_layers": model.num_layers,
         "num_parameters": sum(math.prod(t.shape) for t in loaded.checkpoint.tensors.values()),
         **{name: getattr(config, name) for name in names},
     }

@@ -64,6 +64,7 @@ def _step_events(step: StepRecord, zero_ns: int) -> Iterator[Event]:
         "tokens": {kind.label: count for kind, count in tokens.items() if count},
         "requests": sorted({chunk.request_id for chunk in step.chunks}),
         "num_seqs": len(step.chunks),
+        "num_keys": step.num_keys,
         "forward_ms": (step.work_ns - step.built_ns) / 1e6,
     }
     span = step.start_ns - zero_ns, step.end_ns - zero_ns
