@@ -107,6 +107,43 @@ async function pause(page) {
   seen.askedWhilePaused = asked;
 }
 
+// What the charts and their legends are drawn in: runs in the page.
+function colours(tones) {
+  const copy = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const counts = Object.fromEntries(tones.map((tone) => [tone, 0]));
+  for (const canvas of document.querySelectorAll(".charts canvas")) {
+    copy.canvas.width = canvas.width;
+    copy.canvas.height = canvas.height;
+    copy.drawImage(canvas, 0, 0);
+    const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+    for (let i = 0; i < data.length; i += 4) {
+      const tone = "#" + [...data.subarray(i, i + 3)].map((value) => value.toString(16).padStart(2, "0")).join("");
+      if (tone in counts && data[i + 3] === 255) counts[tone] += 1;
+    }
+  }
+  const markers = [...document.querySelectorAll(".charts .u-series:not(:first-child) .u-marker")].map((each) => getComputedStyle(each));
+  return {
+    legend: markers.map((style) => (style.borderTopWidth === "0px" ? style.backgroundColor : style.borderTopColor)),
+    counts,
+  };
+}
+
+// The system's colours change while the page is open, and nothing new comes that would draw.
+async function changeScheme(page) {
+  const tones = [];
+  for (const scheme of ["light", "dark"]) {
+    await page.emulateMedia({ colorScheme: scheme });
+    tones.push(await page.evaluate(() => getComputedStyle(document.documentElement).getPropertyValue("--own").trim()));
+  }
+  seen.schemes = [];
+  for (const scheme of ["light", "dark", "light"]) {
+    await page.emulateMedia({ colorScheme: scheme });
+    await page.waitForTimeout(300);
+    const { legend, counts } = await page.evaluate(colours, tones);
+    seen.schemes.push({ legend, drawn: tones.map((tone) => counts[tone]) });
+  }
+}
+
 async function looks(browser) {
   for (const [scheme, motion] of [["light", "no-preference"], ["dark", "reduce"]]) {
     const page = watch(await browser.newPage({ colorScheme: scheme, reducedMotion: motion, viewport: { width: 360, height: 780 } }));
@@ -151,6 +188,7 @@ async function useAll(page, browser) {
   seen.unnamed = await page.evaluate(() => [...document.querySelectorAll("button, input, textarea")]
     .filter((each) => !(each.textContent.trim() || each.labels?.length || each.getAttribute("aria-label"))).length);
   await pause(page);
+  await changeScheme(page);
   await page.close();
   await looks(browser);
 }

@@ -146,6 +146,16 @@ def test_the_page_fits_a_phone_and_follows_the_colour_scheme_and_the_wish_for_ca
     assert (light["moves"], dark["moves"]) == ("0.4s", "0s")
 
 
+def test_charts_and_their_legends_follow_the_scheme_while_the_page_is_open(seen):
+    light, dark, again = seen["schemes"]
+    assert len(light["legend"]) == 11
+    assert all(a != b for a, b in zip(light["legend"], dark["legend"], strict=True))
+    assert again == light
+    for look, (own, others) in ((light, (0, 1)), (dark, (1, 0))):
+        assert look["drawn"][own] > 20
+        assert look["drawn"][others] == 0
+
+
 @pytest.fixture(scope="module")
 def access(browser, markup_path, tmp_path_factory):
     """What `page_access.cjs` measured, of a page that shows all kinds of things at once."""

@@ -34,6 +34,15 @@ function toned(series) {
   };
 }
 
+// Colours by name: uPlot sets those of a legend once, and a name follows the scheme.
+function markers(series) {
+  const named = (variable) => (variable ? `var(${variable})` : null);
+  return {
+    stroke: (u, idx) => named(series[idx].width && series[idx].stroke),
+    fill: (u, idx) => named(series[idx].fill),
+  };
+}
+
 export function plot(box, options, data) {
   const { label, series, ...rest } = options;
   const frame = make("div", box, undefined, "plot");
@@ -42,7 +51,7 @@ export function plot(box, options, data) {
   const chart = new uPlot({
     width: Math.max(frame.clientWidth, 200),
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
-    legend: { live: true },
+    legend: { live: true, markers: markers(series) },
     ...rest,
     series: series.map(toned),
   }, data, frame);
