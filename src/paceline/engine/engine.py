@@ -322,7 +322,7 @@ class Engine:
     def _new_forcing(self) -> Forcing:
         from paceline.engine.speculation.forced import Forcing
 
-        return Forcing(self._draft_rows(), self._clock)
+        return Forcing(self._draft_rows(), self._scheduler.policy, self._clock)
 
     def _run(self, schedule: Schedule) -> None:
         clock, recorder, speculator = self._clock, self._recorder, self._speculator
