@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -196,6 +197,14 @@ class Engine:
     def pins(self) -> dict[str, int]:
         """Return how many prompt tokens each pin holds."""
         return {} if self._cache is None else self._cache.pins.tokens()
+
+    def weigh_pin(
+        self, token_ids: Seq[int], cache_salt: str, names: Container[str]
+    ) -> tuple[int, int]:
+        """Return the tokens that the pins `names` hold, and what one of a prompt would add."""
+        if self._cache is None:
+            return 0, 0
+        return self._cache.weigh_pin(token_ids, cache_salt, names)
 
     def unpin(self, name: str) -> None:
         """Let a pin go before the next step; unknown names are ignored."""
