@@ -207,6 +207,24 @@ def test_each_way_to_fail_is_told_apart_and_none_leaves_the_denominator(tmp_path
     assert document["stages"][0]["goodput"]["attainment"]["value"] == 1 / 5
 
 
+def named_error(data: bytes) -> Script:
+    """A server that says by the name of an event, and by nothing else, that it failed."""
+    texts = (0, ROLE), (20, delta(content="a"))
+    return Script((*texts, (40, b"event: error\ndata: " + data + b"\n\n" + FINISH + DONE)))
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_an_event_that_is_an_error_by_its_name_is_an_error_within_a_stream(endpoint):
+    told = b'{"error": {"message": "out of memory"}}', b'{"message": "no slot"}', b"gone"
+    scripts = [GOOD, *map(named_error, told)]
+    with FakeServer(lambda number, body: scripts[number]) as server:
+        document = bench("--target", server.url, "--requests", "4", "--endpoint", endpoint)
+    stage = document["stages"][0]
+    assert (stage["requests"]["ok"], stage["requests"]["error"]) == (1, 3)
+    counts = {error["what"]: error["count"] for error in stage["errors"]}
+    assert counts == {"error: out of memory": 1, "error: no slot": 1, "error: gone": 1}
+
+
 def test_a_stall_shows_as_one_long_gap_and_a_burst_as_none(tmp_path):
     log = tmp_path / "log.jsonl"
     texts = [0, 10, 20, 420, 430]

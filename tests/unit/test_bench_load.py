@@ -122,7 +122,7 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     search = {"target": name, "at_least": 0.9, "rate": 1.0, "held_not_at": None}
     row = {"rate": 1.0, "metric": "ttft", "unit": "ms", "first": name, "other": "b",
            "first_median": 1.0, "other_median": 2.0, "verdict": name,
-           "first_answered": 1.0, "other_answered": 0.5,
+           "first_answered": 1.0, "other_answered": 0.5, "runs_with_a_late_client": 0,
            "ratio": {"value": 0.5, "low": 0.4, "high": 0.6}}  # fmt: skip
     none_held, nothing = {**search, "rate": None, "held_not_at": 2.0}, {**search, "rate": None}
     together = printed(

@@ -190,6 +190,7 @@ def test_every_end_is_counted_once_and_only_the_cut_one_is_not_judged():
 
 def test_phases_of_the_server_are_told_where_it_gives_them():
     found = summary(ALL)["server_ms"]
+    assert list(found) == ["decode", "queue"]  # 200 and 40 ms: the longest first
     assert {name: figures["mean"]["value"] for name, figures in found.items()} == pytest.approx(
         {"queue": 40, "decode": 200}
     )
