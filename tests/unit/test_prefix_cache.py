@@ -132,6 +132,24 @@ def test_of_two_that_compute_the_same_block_one_copy_stays():
     assert cached.engine.stats().num_cached_blocks == 3
 
 
+def test_a_last_block_that_is_known_is_not_kept_twice():
+    cached = Cached()
+    for _ in range(3):
+        cached.run(make_request("a", tokens(20), ONE))
+    assert cached.engine.stats().num_cached_blocks == 2
+
+
+def test_of_many_blocks_that_begin_alike_one_that_was_found_is_looked_at_again():
+    cached = Cached()
+    prompts = [(*tokens(16), 5, n, n, n) for n in range(10, 36)]
+    for prompt in prompts[:16]:
+        cached.run(make_request("a", prompt, ONE))
+    assert cached_tokens(cached.run(make_request("a", prompts[0], ONE))) == 19
+    for prompt in prompts[16:]:
+        cached.run(make_request("a", prompt, ONE))
+    assert cached_tokens(cached.run(make_request("a", prompts[0], ONE))) == 19
+
+
 def test_without_the_cache_nothing_is_found_or_kept():
     engine = make_engine(prefix_cache=False)
     for _ in range(2):
