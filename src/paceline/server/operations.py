@@ -126,7 +126,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/trace"): Operation(
         summary="The last steps and calls, for Perfetto", answer=dict[str, Any],
-        statuses=(400, 404),
+        statuses=(400, 404, 429),
         query={
             "last_s": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
             "model": _MODEL,

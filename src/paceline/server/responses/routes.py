@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from fastapi import Request as HttpRequest
@@ -17,6 +18,8 @@ from paceline.server.responses.background import Background
 from paceline.server.responses.store import ResponseStore, Stored
 from paceline.server.responses.translate import read_response
 from paceline.server.sse import EventStream
+
+_Item = tuple[str, msgspec.Raw]  # with its id
 
 _MAX_LISTED = 100
 _LISTED = 20  # where no limit is given
@@ -87,7 +90,8 @@ class ResponseRoutes:
     async def input_items(self, response_id: str, http: HttpRequest) -> Response:
         """List the items that the answer followed, those of earlier responses included."""
         query = _query(http, "after", "limit", "order")
-        items = self._find(response_id, http).items()
+        # A long conversation takes its time to read: not on the streams' thread.
+        items = await asyncio.to_thread(self._find(response_id, http).listed)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order is {order[:80]!r}: choose asc or desc", param="order")
@@ -99,9 +103,9 @@ class ResponseRoutes:
         page = items[:limit]
         body = {
             "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
+            "data": [item for _, item in page],
+            "first_id": page[0][0] if page else None,
+            "last_id": page[-1][0] if page else None,
             "has_more": len(items) > limit,
         }
         return _json(msgspec.json.encode(body))
@@ -145,9 +149,9 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _after(items: list[dict[str, Any]], item_id: str) -> list[dict[str, Any]]:
-    for i, item in enumerate(items):
-        if item["id"] == item_id:
+def _after(items: list[_Item], item_id: str) -> list[_Item]:
+    for i, (name, _) in enumerate(items):
+        if name == item_id:
             return items[i + 1 :]
     raise ApiError(400, f"after is {item_id[:80]!r}: no item has that id", param="after")
 
