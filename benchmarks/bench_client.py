@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_truth import RunTruth, TrueRequest, Truth, arrivals_of
 
 from paceline.bench.arrivals import Arrivals, Closed, Gamma
-from paceline.bench.load import Limits
+from paceline.bench.course import Limits
 from paceline.bench.objective import parse_objectives
 from paceline.bench.program import Program, run_program
 from paceline.bench.stage import Plan

@@ -228,6 +228,14 @@ def test_an_open_stream_ends_with_an_event_and_no_traceback_at_ctrl_c(long_scrip
     assert text.rstrip().endswith("[DONE]") or "shutting down" in text
 
 
-def test_bench_spec_has_nothing_to_measure_without_speculation():
-    refused = paceline("bench", "spec", "no-such-model", "--speculate", "off")
-    assert (refused.returncode, "--speculate is off" in refused.stderr) == (1, True)
+def test_bench_spec_without_speculation_compares_plain_decoding_with_itself(script_path, tmp_path):
+    result = paceline(
+        "bench", "spec", str(script_path), "--speculate", "off", "--workloads", "chat",
+        "--output", "4", "--rounds", "1", "--json", *ENGINE,
+        env={**os.environ, "PACELINE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    told = json.loads(result.stdout)
+    [row] = told["rows"]
+    assert (told["speculate"], row["is_same_text"], row["num_drafted"]) == ("off", True, 0)
+    assert row["predicted_speed_up"] is None

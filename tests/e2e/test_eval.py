@@ -236,6 +236,8 @@ def test_needles_keep_to_their_length_for_model_and_reference(
         (["--needle", "900", "--stride", "4"], "--stride means nothing"),
         (["--text", "t", "--speculate", "ngram"], "--speculate means nothing"),
         (["--needle", "900", "--depths", "101"], "--depths"),
+        (["--needle", "900", "--against-kv-dtype", "int5"], "--against-kv-dtype is 'int5': choose"),
+        (["--needle", "900", "--against-activations", "q4"], "--against-activations is 'q4': ch"),
     ],
 )
 def test_what_cannot_be_is_refused(model: Path, arguments: list[str], message: str) -> None:

@@ -100,6 +100,9 @@ def test_pins_belong_to_a_key(script_path, tmp_path):
         server.client.headers["authorization"] = "Bearer a-key-of-the-first"
         assert pins(server) == [told]
         size = server.engine.stats().num_blocks * 16
+        # Longer and longer ones: their common beginning is in the key's share once.
+        held = [prefix(server, prompt="c" * 16 * n, pin=True) for n in range(12, 32)]
+        assert sum(pin["pinned_tokens"] for pin in held) > size // 4
         refused = None
         for i in range(size // 480):
             response = server.post(PATH, prompt=f"{i:03}" * 160, pin=True)

@@ -142,6 +142,22 @@ def test_a_response_in_the_background_is_polled_and_cancelled(client):
     assert polled("cancelled")
 
 
+def test_a_stream_in_the_background_is_left_and_taken_up_again(client):
+    with client.responses.create(**ASK, background=True, stream=True) as stream:
+        first = [next(stream) for _ in range(5)]
+    response_id, number = first[0].response.id, first[-1].sequence_number
+    assert [event.type for event in first[:3]] == [
+        "response.created", "response.queued", "response.in_progress"
+    ]  # fmt: skip
+    rest = list(client.responses.retrieve(response_id, stream=True, starting_after=number))
+    assert [event.sequence_number for event in first + rest] == list(range(len(first + rest)))
+    assert rest[-1].type == "response.completed"
+    assert rest[-1].response == client.responses.retrieve(response_id)
+    with client.responses.stream(response_id=response_id, starting_after=number) as stream:
+        assert len(list(stream)) == len(rest)
+        assert stream.get_final_response().output_text == "HELO"
+
+
 def test_the_async_client_streams_several_answers_at_once(client):
     async def ask(asker, name):
         async with asker.responses.stream(**ASK, instructions=name) as stream:

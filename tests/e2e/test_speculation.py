@@ -5,7 +5,8 @@ from unittest.mock import patch
 
 import pytest
 
-from paceline.bench.spec import Batch
+from paceline.bench.spec import Batch, measure
+from paceline.bench.spec_prompts import PROMPTS
 from paceline.config import EngineConfig
 from paceline.engine.build import load_model
 from paceline.errors import PacelineError, ParameterError
@@ -148,12 +149,62 @@ def test_health_tells_of_speculation(drafting):
     assert sum(told["steps"].values()) > 0
 
 
-def test_a_round_of_the_bench_guesses_from_no_earlier_round(tmp_path):
+@pytest.fixture(scope="module")
+def babbling(tmp_path_factory):
+    model = random_model(seed=3, max_position_embeddings=512)
+    return write_gguf(model, tmp_path_factory.mktemp("bench") / "random.gguf")
+
+
+def test_a_round_of_the_bench_guesses_from_no_earlier_round(babbling):
     """Else greedy texts, the same in every round, would be known by heart from the second one."""
-    path = write_gguf(random_model(seed=3, max_position_embeddings=512), tmp_path / "random.gguf")
     with patch("paceline.engine.speculation.speculator.Goodput", eager_pace()):
-        loaded = load_model(str(path), EngineConfig(speculate="ngram", **OPTIONS))
+        loaded = load_model(str(babbling), EngineConfig(speculate="ngram", **OPTIONS))
         rounds = [Batch(loaded, ["the"], 60, salt=salt).run() for salt in ("a", "b", "b")]
     assert len({run.texts for run in rounds}) == 1
     first, second, known = (run.num_steps for run in rounds)
     assert known < first == second
+
+
+def bench(path, **options):
+    """Return the row of two rounds of chat, three answers at once."""
+    config = EngineConfig(**{**OPTIONS, "max_num_seqs": 6, **options})
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace()):
+        loaded = load_model(str(path), config)
+        try:
+            [row] = measure(loaded, workloads=["chat"], batches=[3], num_tokens=60, num_rounds=2)
+            assert loaded.engine.stats().num_preemptions == 0
+        finally:
+            loaded.engine.stop()
+    return row
+
+
+def test_the_bench_compares_drafts_with_none_on_one_engine(babbling):
+    row = bench(babbling, speculate="ngram")
+    assert row["is_same_text"]
+    assert row["rounds"] == 2
+    assert row["num_accepted"] > 0
+    assert row["steps_saved"] >= 0
+
+
+def test_neither_side_of_the_bench_guesses_from_what_the_other_wrote(babbling):
+    """The model alone, its answers being no part of its prompts, is guessed as well as here."""
+    config = EngineConfig(speculate="ngram", **{**OPTIONS, "max_num_seqs": 6})
+    with patch("paceline.engine.speculation.speculator.Goodput", eager_pace()):
+        loaded = load_model(str(babbling), config)
+        for idx in range(2):
+            prompts = [PROMPTS["chat"][i % 2] for i in range(idx, idx + 3)]
+            Batch(loaded, prompts, 60, salt=f"alone {idx}").run()
+        alone = loaded.engine.stats().speculation.num_accepted
+        loaded.engine.stop()
+    assert bench(babbling, speculate="ngram")["num_accepted"] == alone
+
+
+def test_the_bench_compares_plain_decoding_with_itself(babbling):
+    row = bench(babbling, speculate="off")
+    assert row["is_same_text"]
+    assert (row["num_drafted"], row["steps_saved"], row["mean_accepted_length"]) == (0, 0, None)
+
+
+def test_the_bench_refuses_what_the_cache_does_not_hold_twice(babbling):
+    with pytest.raises(ParameterError, match=r"of 3, with drafts and without, .*--kv-memory"):
+        bench(babbling, speculate="ngram", kv_memory_bytes=2**16)

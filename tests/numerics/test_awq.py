@@ -245,6 +245,30 @@ def test_inputs_that_are_always_zero_keep_their_weights() -> None:
     assert (chosen(w, silent, blocks) == nearest(w, blocks)).all()
 
 
+def test_zero_rows_and_outliers_are_no_trouble() -> None:
+    w, x, blocks = weights(21, 8, 128), inputs(22, 300, 128), Blocks("q4_0")
+    w[0] = 0
+    w[1, 5] = 40
+    w[2, :32] = 0
+    w[:, 9] = 0
+    x[:, 7] *= 1000
+    (choice,) = choose(site(x, blocks, w), COLUMNS, num_threads=2)
+    q, near = chosen(w, choice, blocks), nearest(w, blocks)
+    assert np.isfinite(q).all()
+    assert (q[0] == 0).all()
+    assert (q[2, :32] == 0).all()
+    assert (q[:, 9] == 0).all()
+    assert output_error(w, q, x) < output_error(w, near, x)
+
+
+def test_a_matrix_of_zeros_beside_another_takes_nothing_from_it() -> None:
+    w, x, blocks = weights(23, 8, 128), inputs(24, 300, 128), Blocks("i4_g64")
+    (alone,) = choose(site(x, blocks, w), COLUMNS, num_threads=2)
+    first, silent = choose(site(x, blocks, w, np.zeros_like(w)), COLUMNS, num_threads=2)
+    assert (chosen(w, first, blocks) == chosen(w, alone, blocks)).all()
+    assert (chosen(np.zeros_like(w), silent, blocks) == 0).all()
+
+
 def test_weights_and_inputs_that_are_not_finite_are_refused_by_name() -> None:
     w, x, blocks = weights(15, 4, 64), inputs(16, 100, 64), Blocks("i4_g64")
     broken = w.copy()

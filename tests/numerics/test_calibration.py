@@ -156,6 +156,17 @@ def test_awq_leaves_a_scale_out_where_a_linear_stays_as_it_is(tmp_path: Path, te
     assert kl < near
 
 
+def test_gptq_leaves_a_linear_whose_columns_no_format_divides(tmp_path: Path, text: Path) -> None:
+    odd = random_model("llama", hidden=128, heads=4, kv_heads=2, head_dim=32, inner=40)
+    source = write_hf(odd, tmp_path / "source", fmt="f32")
+    write(source, tmp_path / "gptq", text)
+    write(source, tmp_path / "rtn", text, method="rtn")
+    ours, theirs = tensors(tmp_path / "gptq"), tensors(tmp_path / "rtn")
+    assert (ours[DOWN] == tensors(source)[DOWN]).all()
+    up = DOWN.replace("down", "up")
+    assert (ours[up] != theirs[up]).any()
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "q5_0", "q4_k"])
 def test_awq_writes_formats_that_gptq_does_not(tmp_path: Path, text: Path, fmt: str) -> None:
     source = write_hf(model(), tmp_path / "source", fmt="bf16")

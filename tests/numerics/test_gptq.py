@@ -200,6 +200,12 @@ def test_zero_rows_and_outliers_are_no_trouble() -> None:
         assert output_error(w[row], q[row], x) < near
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_matrix_of_zeros_stays_zero(fmt: str) -> None:
+    x, blocks = correlated(18, 300, 128), Blocks(fmt)
+    assert (rounded(np.zeros((8, 128), np.float32), x, blocks) == 0).all()
+
+
 def test_the_bits_are_the_same_again_and_with_any_number_of_threads() -> None:
     w, x, blocks = weights(14, 8, 256), correlated(15, 300, 256), Blocks("i4_g128")
     first = gptq(w, curvature(x), blocks, name="w", num_threads=1)

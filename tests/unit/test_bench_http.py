@@ -13,9 +13,10 @@ from paceline.bench import packets
 from paceline.bench.answer import Answer
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
 from paceline.bench.program import _new_loop
-from tests.fake_server import DONE, FINISH, ROLE, FakeServer, Script, delta, steady
+from tests.fake_server import FINISH, ROLE, FakeServer, Script, delta, steady
 
 BODY = b'{"stream":true}'
+OWN_S = 0.001  # that a time may be wrong beyond what the server knows of its own writes
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, _new_loop])
@@ -34,7 +35,7 @@ def run(request):
 async def ask(url: str, answer: Answer, body: bytes = BODY) -> float:
     origin = Origin.parse(url)
     request = request_bytes(origin, "POST", "/chat/completions", {}, body)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await send(origin, request, answer)
 
 
@@ -60,20 +61,26 @@ def serve_once(reply: bytes, *, then: bytes = b"") -> str:
 
 
 def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loop(run):
-    script = Script(((0, ROLE), (150, delta(content="a")), (500, FINISH + DONE)))
+    script = Script(((0, ROLE), (150, delta(content="a"))), end="hang")
+    answer = Answer(keeps_text=True)
 
-    async def ask_late(url: str, answer: Answer) -> None:
-        asking = asyncio.create_task(ask(url, answer))
-        await asyncio.sleep(0.05)
-        time.sleep(0.3)  # the text comes meanwhile
-        await asking
+    async def read_late(server: FakeServer) -> None:
+        asking = asyncio.create_task(ask(server.url, answer))
+        while answer.first_byte_at is None:
+            await asyncio.sleep(0.001)
+        while len(server.served[0].written_at) < 2:  # the event loop stands still meanwhile
+            time.sleep(0.01)
+        time.sleep(0.1)
+        while not answer.arrivals:
+            await asyncio.sleep(0.001)
+        asking.cancel()
 
     with FakeServer(lambda number, body: script) as server:
-        answer = Answer(keeps_text=True)
-        run(ask_late(server.url, answer))
+        run(read_late(server))
     assert answer.text == "a"
     (arrival,) = answer.arrivals
-    assert arrival - server.served[0].written_at[1] == pytest.approx(0, abs=0.05)
+    (served,) = server.served
+    assert served.begun_at[1] - OWN_S <= arrival <= served.written_at[1] + OWN_S
 
 
 def test_an_answer_ends_with_its_last_packet_and_its_times_rise(run):
@@ -82,7 +89,8 @@ def test_an_answer_ends_with_its_last_packet_and_its_times_rise(run):
         ended_at = run(ask(server.url, answer))
     times = [answer.connected_at, answer.first_byte_at, *answer.arrivals, ended_at]
     assert times == sorted(times)
-    assert ended_at - server.served[0].written_at[-1] == pytest.approx(0, abs=0.05)
+    (served,) = server.served
+    assert served.begun_at[-1] - OWN_S <= ended_at <= served.ended_at + OWN_S
 
 
 def test_a_clock_that_was_set_back_makes_no_packet_younger_than_its_reading():

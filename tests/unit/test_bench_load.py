@@ -40,18 +40,18 @@ def summary(
 
 @pytest.mark.parametrize("arrivals", [Closed(2), build_arrivals("constant", 50.0)])
 def test_the_window_ends_with_the_count_where_that_comes_before_the_duration(arrivals):
-    found = summary(arrivals, Limits(num_requests=6, duration_s=60.0))
+    found = summary(arrivals, Limits(num_requests=6, duration_s=3600.0))
     assert found["requests"]["ok"] == 6
-    assert found["window_s"] < 5
-    assert found["throughput"]["requests_per_s"] > 1
+    assert found["window_s"] < 3600
+    assert found["throughput"]["requests_per_s"] == pytest.approx(6 / found["window_s"])
 
 
 def test_the_window_ends_with_the_trace_where_that_comes_before_the_duration(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({"at_s": at}) + "\n" for at in (0.0, 0.1)))
-    found = summary(build_arrivals(f"replay:file={path}", None), Limits(duration_s=60.0))
+    found = summary(build_arrivals(f"replay:file={path}", None), Limits(duration_s=3600.0))
     assert found["requests"]["ok"] == 2
-    assert found["window_s"] < 5
+    assert found["window_s"] < 3600
 
 
 def test_the_window_ends_with_the_duration_where_that_comes_first():
@@ -122,7 +122,7 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     search = {"target": name, "at_least": 0.9, "rate": 1.0, "held_not_at": None}
     row = {"rate": 1.0, "metric": "ttft", "unit": "ms", "first": name, "other": "b",
            "first_median": 1.0, "other_median": 2.0, "verdict": name,
-           "first_answered": 1.0, "other_answered": 0.5,
+           "first_answered": 1.0, "other_answered": 0.5, "runs_with_a_late_client": 0,
            "ratio": {"value": 0.5, "low": 0.4, "high": 0.6}}  # fmt: skip
     none_held, nothing = {**search, "rate": None, "held_not_at": 2.0}, {**search, "rate": None}
     together = printed(

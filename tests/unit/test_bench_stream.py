@@ -9,14 +9,20 @@ import pytest
 from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
 from paceline.bench.exchange import Exchange
-from paceline.bench.sse import EventReader
+from paceline.bench.sse import Event, EventReader
 from paceline.bench.workloads import build_workload
 from tests.fake_server import DONE, EMPTY, FINISH, ROLE, delta, event, usage
 
 
-def payloads(*packets: bytes) -> list[bytes]:
+def events(*packets: bytes) -> list[Event]:
     reader = EventReader()
     return [*itertools.chain.from_iterable(map(reader.feed, packets)), *reader.finish()]
+
+
+def payloads(*packets: bytes) -> list[bytes]:
+    found = events(*packets)
+    assert not any(event.is_error for event in found)
+    return [event.data for event in found]
 
 
 def test_events_are_the_same_wherever_packets_end():
@@ -36,7 +42,19 @@ def test_an_event_without_its_blank_line_is_read_at_the_end():
 
 
 def test_llama_cpps_error_field_is_an_event():
-    assert payloads(b'error: {"message":"no slot"}\n\n') == [b'{"error": {"message":"no slot"}}']
+    assert events(b'error: {"message":"no slot"}\n\n') == [Event(b'{"message":"no slot"}', True)]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_an_event_is_an_error_by_its_name_and_the_next_one_is_not(end):
+    lines = ["event: error", "data: a", "", "data: b", "", "data: c", "event:error", "",
+             "event: error", "event: x", "data: d", "", "event: errors", "data: e", "",
+             "event: error", "", "data: f", "", ""]  # fmt: skip
+    found = events(*(bytes([byte]) for byte in end.join(lines).encode()))
+    assert found == [
+        (b"a", True), (b"b", False), (b"c", True), (b"d", False), (b"e", False), (b"", True),
+        (b"f", False),
+    ]  # fmt: skip
 
 
 def answered(*events: tuple[float, bytes], status: int = 200, keeps_text: bool = True) -> Answer:
@@ -102,6 +120,35 @@ def test_a_stream_that_just_ends_is_broken_and_an_error_in_it_is_an_error():
     flat = event(object="error", message="oom", type="InternalServerError", code=500)
     old_vllm = exchange(answered((0.1, delta(content="a")), (0.2, flat + DONE)))
     assert (old_vllm.outcome, old_vllm.error) == ("error", "oom")
+
+
+NAMED_ERRORS = {
+    b'data: {"error": {"message": "oom", "code": 500}}': "oom",
+    b'data: {"type": "error", "error": {"type": "overloaded_error", "message": "oom"}}': "oom",
+    b'data: {"message": "oom"}': "oom",
+    b'data: {"detail": "oom"}': "oom",
+    b'data: {"error": "oom"}': "oom",
+    b"data: out of\ndata: memory": "out of\\nmemory",
+    b'data: {"error": null}': '{"error": null}',
+    b'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}': "{'choices': [{'index': 0, ",
+    b"data: [DONE]": "[DONE]",
+    b"data:": "error",
+    b": no data": "error",
+}
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", None])
+@pytest.mark.parametrize("data", NAMED_ERRORS)
+def test_an_error_that_only_its_name_tells_ends_no_answer_well(data, kind):
+    text = event(choices=[{"index": 0, "text": "a", "finish_reason": None}])
+    for begin in (b"event: error\n" + data, data + b"\nevent: error"):
+        answer = Answer(keeps_text=False)
+        answer.on_head(200, {} if kind is None else {"content-type": kind}, 0.0)
+        answer.on_body(text + begin + b"\n\n" + FINISH + usage(3, 1) + DONE, 0.1)
+        made = exchange(answer)
+        assert (made.outcome, list(answer.arrivals)) == ("error", [0.1])
+        assert made.error.startswith(NAMED_ERRORS[data])
+        assert answer.num_unread == 0
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

@@ -41,7 +41,7 @@ def texts(*moments: float, last: bytes = FINISH, count: int | None = None) -> tu
     return ((0.01, ROLE), *((at, TEXT) for at in moments), (moments[-1], last + known + DONE))
 
 
-LEDGER = {"parts_ms": {"queue": 40, "decode": 200}}
+LEDGER = {"parts_ms": {"queue": 40, "admission": 1, "decode": 200}}
 GOOD = [  # fast, slow, a burst of four tokens a packet, empty chunks, a stall, reasoning first
     Planned(at=1.0, packets=texts(0.10, 0.12, 0.14), ends=0.14, tokens=3),
     Planned(at=1.5, packets=texts(2.0, 2.2, 2.6, 2.7), ends=2.7, tokens=4),
@@ -190,8 +190,9 @@ def test_every_end_is_counted_once_and_only_the_cut_one_is_not_judged():
 
 def test_phases_of_the_server_are_told_where_it_gives_them():
     found = summary(ALL)["server_ms"]
+    assert list(found) == ["decode", "queue", "admission"]  # the longest first
     assert {name: figures["mean"]["value"] for name, figures in found.items()} == pytest.approx(
-        {"queue": 40, "decode": 200}
+        {"queue": 40, "decode": 200, "admission": 1}
     )
 
 

@@ -195,7 +195,7 @@ def test_an_arrival_beside_a_closed_loop_is_refused_also_where_it_is_the_default
 
 
 def test_options_that_are_there_and_say_nothing_are_refused_by_name():
-    for name in ("--serve", "--model", "--tokenizer", "--peer-model"):
+    for name in ("--serve", "--model", "--tokenizer", "--peer-model", "--arrival"):
         refused = CliRunner().invoke(app, ["bench", "--target", "x", name, ""])
         assert f"{name} is empty" in str(refused.exception)
     with pytest.raises(ParameterError, match="--api-key is empty"):

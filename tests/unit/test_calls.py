@@ -25,7 +25,7 @@ from paceline.server.meters import CallMeters
 from paceline.server.metrics import Metrics, exposition
 from paceline.server.spans import Spans
 from paceline.server.timeline import describe
-from paceline.server.trace import chrome_trace, encoded
+from paceline.server.trace import trace_pieces
 from paceline.types import Delta, SamplingParams, Timings, Usage
 
 MS = 1_000_000
@@ -438,12 +438,18 @@ def test_calls_that_overlap_get_rows_of_their_own(clock):
         call.responded()
         return call
 
-    trace = chrome_trace([], [call_at(0, 10), call_at(5, 15), call_at(11, 20)], {})
-    rows = [e["tid"] for e in trace["traceEvents"] if e.get("name") == "text_completion refused"]
-    assert rows == [1, 2, 1]
-    assert json.loads(encoded(trace)) == trace
-    many = {**trace, "traceEvents": trace["traceEvents"] * 200}
-    assert json.loads(encoded(many)) == many
+    def rows_of(calls):
+        pieces = list(trace_pieces([], calls, {"name": "x"}))
+        trace = json.loads(b"".join(pieces))
+        assert trace["otherData"] == {"paceline": {"name": "x"}, "zero_ns": 0}
+        events = trace["traceEvents"]
+        return len(pieces), [e["tid"] for e in events if e["name"] == "text_completion refused"]
+
+    few = [call_at(0, 10), call_at(5, 15), call_at(11, 20)]
+    assert rows_of(few) == (2, [1, 2, 1])
+    num_pieces, rows = rows_of(few + [call_at(100 + i, 101 + i) for i in range(400)])
+    assert num_pieces > 3
+    assert rows == [1, 2, 1, *[1] * 400]
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(clock):

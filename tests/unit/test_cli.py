@@ -1,5 +1,6 @@
 """The command line without a model: options, help, exit codes."""
 
+import re
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from paceline.cli.options import engine_options, sampling_options, with_terminal
 from paceline.cli.run import read_prompt
 from paceline.cli.serve import listen
 from paceline.completion import Choice
-from paceline.config import EngineConfig
+from paceline.config import KV_DTYPES, EngineConfig
 from paceline.errors import ModelNotFoundError, ParameterError, UnsupportedModelError
 from paceline.types import Timings, Usage
 
@@ -75,6 +76,19 @@ def test_every_command_has_help_with_examples(name):
     result = CliRunner().invoke(app, [name, "--help"])
     assert result.exit_code == 0
     assert f"paceline {name}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("run", "--kv-dtype"), ("serve", "--kv-dtype"), ("info", "--kv-dtype"),
+     ("roofline", "--kv-dtype"), ("eval", "--kv-dtype"), ("eval", "--against-kv-dtype"),
+     ("price", "--kv")],
+)  # fmt: skip
+def test_the_help_of_an_option_of_kv_formats_lists_all_of_them(name, option):
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "300"}).stdout
+    text = " ".join(shown.replace("│", " ").split())
+    about = text.partition(f" {option} <str> ")[2][:200]
+    assert set(KV_DTYPES) <= set(re.findall(r"\w+", about))
 
 
 def run_main(monkeypatch, capsys, *arguments: str):

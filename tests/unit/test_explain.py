@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import typer
 from msgspec.structs import replace
 
+from paceline.catalog.shapes import named_shape
 from paceline.cli.explain import find as find_source
 from paceline.cli.explain import installed_model, looks_like_file, read_options
 from paceline.cli.explain_text import print_explanation
 from paceline.cli.serve import serve
+from paceline.engine.memory import kv_token_bytes
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain import costs
 from paceline.explain.causes import WORDS, find, gather, tpot_causes
 from paceline.explain.costs import fit_steps, scaled_costs, table_seconds
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
-from paceline.explain.levers import LEVERS, options_of
+from paceline.explain.levers import LEVERS, SMALLER_KV, options_of
 from paceline.explain.predictions import curves_of, predicted
 from paceline.explain.replay import plan_of_file, plan_of_run
 from paceline.explain.report import advise, explain
@@ -245,8 +249,10 @@ def test_every_change_is_an_option_of_serve():
 
 
 @pytest.mark.parametrize(
-    ("before", "smaller", "gone"), [("f32", "f16", 0.5), ("f16", "int8", 0.48)]
-)
+    ("before", "smaller", "gone"),
+    [("f32", "f16", 0.5), ("f16", "int8", 0.48), ("bf16", "int8", 0.48), ("int8", "k8v4", 0.21),
+     ("fp8", "k8v4", 0.21), ("k8v4", "int4", 0.27)],
+)  # fmt: skip
 def test_a_smaller_cache_is_advised_where_reading_it_takes_the_time(before, smaller, gone):
     # 110 tokens of 40,909 bytes are as many bytes as the weights: half of what is read.
     calls = [call({"prefill": 10}, {"decode": 100}, num_prompt=105)] * 4
@@ -254,13 +260,44 @@ def test_a_smaller_cache_is_advised_where_reading_it_takes_the_time(before, smal
     assert found.change == {"--kv-dtype": smaller}
     assert after(found, "tpot", 50) == pytest.approx(10 * (1 - gone / 2), rel=1e-3)
     assert advice(situation(*calls, kv_dtype=before, kv_token_bytes=100), "kv-dtype") is None
-    assert advice(situation(*calls, kv_dtype="int8", kv_token_bytes=40_909), "kv-dtype") is None
+    assert advice(situation(*calls, kv_dtype="int4", kv_token_bytes=40_909), "kv-dtype") is None
+
+
+@pytest.mark.parametrize("shape", ["smollm2-135m", "llama-3.1-8b"])  # heads of 64 and of 128
+@pytest.mark.parametrize(("before", "smaller"), [(b, s) for b, (s, _) in SMALLER_KV.items()])
+def test_a_smaller_cache_is_as_small_as_the_engines(shape, before, smaller):
+    old, new = (kv_token_bytes(named_shape(shape), dtype) for dtype in (before, smaller))
+    assert SMALLER_KV[before][1] == pytest.approx(new / old, abs=0.02)
+
+
+def test_the_price_of_a_smaller_cache_is_that_of_its_page_and_names_the_model():
+    page = (Path(__file__).parents[2] / "docs" / "levers" / "kv-quantisation.md").read_text()
+    calls = [call({"prefill": 10}, {"decode": 100}, num_prompt=105)] * 4
+    for before, (smaller, _) in SMALLER_KV.items():
+        price = advice(situation(*calls, kv_dtype=before, kv_token_bytes=40_909), "kv-dtype").price
+        found = re.search(rf"^\| SmolLM2-135M Q4_1 \| {smaller} \| (\S+) \|", page, re.MULTILINE)
+        assert f"with SmolLM2-135M the mean KL to an f32 cache is {found[1]} nats" in price or (
+            smaller == "f16"
+        )
+        assert f"--kv {before},{smaller}" in price or smaller == "f16"
+
+
+@pytest.mark.parametrize(("before", "smaller"), [("int8", "k8v4"), ("k8v4", "int4")])
+def test_calls_that_wait_for_kv_memory_share_it_in_a_smaller_format(before, smaller):
+    tokens = dict(num_prompt=33, num_tokens=15)
+    first = call({"prefill": 43}, {"decode": 154}, **tokens)
+    second = call({"queue_kv": 197, "prefill": 43}, {"decode": 154}, **tokens)
+    # A call takes 3 blocks: of 5 there is room for one, of 6 for both.
+    found = advice(situation(first, second, num_blocks=5, kv_dtype=before), "kv-dtype")
+    assert found.change == {"--kv-dtype": smaller}
+    assert after(found, "ttft", 99) < 240 - 100
+    assert advice(situation(first, second, num_blocks=3, kv_dtype=before), "kv-dtype") is None
 
 
 def test_what_changes_answers_is_told_after_what_does_not():
     calls = [call({"prefill": 10}, {"decode": 100}, num_prompt=105)] * 4
     shared = dict(num_threads=1, kv_token_bytes=400_000)
-    for before, order in (("f16", ["threads", "kv-dtype"]), ("int8", ["threads"])):
+    for before, order in (("f16", ["threads", "kv-dtype"]), ("int4", ["threads"])):
         told = [a.lever for a in advise(situation(*calls, kv_dtype=before, **shared))]
         assert told == order
 

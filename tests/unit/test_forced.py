@@ -49,6 +49,22 @@ def test_a_token_that_ends_the_answer_takes_no_row() -> None:
     assert rows == [3, 2]  # the prompt gives x, the row of x gives y, and that of y the end
 
 
+def test_beside_other_streams_the_policy_bounds_what_is_forced() -> None:
+    forced = structured("a", Cycle("abc", *"wxyzwxyzwxyzwxyzwxyz"))
+    plain = make_request("b", (1, 2, 3), SamplingParams(temperature=0, max_tokens=40))
+    rows: dict[str, list[int]] = {}
+    answers = {}
+    for policy in ("fcfs", "slo:step_ms=0.001,floor=3"):
+        seen = rows.setdefault(policy, [])
+        engine = make_engine(
+            policy=policy, on_forward=lambda step, to=seen: to.append(len(step.tokens))
+        )
+        answers[policy] = outcomes(engine, forced, plain)
+    assert answers["fcfs"] == answers["slo:step_ms=0.001,floor=3"]
+    assert max(rows["fcfs"][1:]) > 20
+    assert max(rows["slo:step_ms=0.001,floor=3"][1:]) == 1 + 1 + 3  # both tokens, and the floor
+
+
 @pytest.mark.parametrize("num_left", range(1, 7))
 def test_the_cap_ends_an_answer_inside_forced_tokens(num_left: int) -> None:
     request = structured("a", Cycle("xyz", *"wxyzwxy"), max_tokens=num_left)

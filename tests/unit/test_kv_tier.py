@@ -100,14 +100,72 @@ def test_a_file_that_somebody_removed_is_a_miss(tmp_path):
 def test_the_size_is_a_bound_and_the_least_recently_used_goes_first(tmp_path):
     store = open_store(tmp_path, max_bytes=4 * (BLOCK + 200))
     put(store, 1, 2, 3, 4)
-    store.get(key(1), TOKENS)
+    store.touch(key(1))
     put(store, 5)
     assert [n for n in range(1, 6) if key(n) in store] == [1, 3, 4, 5]
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * (BLOCK + 200)
     store.close(5)
     smaller = open_store(tmp_path, max_bytes=2 * (BLOCK + 200))
     assert len(files(tmp_path)) == 2
+    assert held(smaller) == [1, 5]
     smaller.close(5)
+
+
+def held(store: DiskStore) -> list[int]:
+    return [number for number in range(10) if key(number) in store]
+
+
+def held_after_restart(path: Path, num_blocks: int) -> list[int]:
+    """Return which blocks a store keeps that has room for so many."""
+    store = open_store(path, max_bytes=num_blocks * (BLOCK + 200))
+    store.close(5)
+    return held(store)
+
+
+def test_a_restore_counts_as_use_and_keeps_the_head_of_a_text_longer_than_its_tail(tmp_path):
+    store = open_store(tmp_path, max_bytes=4 * (BLOCK + 200))
+    put(store, 1, 2, 3, 4)
+    tier = KVTier([store], Blocks())
+    assert len(tier.load([key(1), key(2)], [TOKENS] * 2)) == 2
+    put(store, 5)
+    assert held(store) == [1, 2, 4, 5]
+    put(store, 6, 7)
+    assert held(store) == [1, 5, 6, 7]
+    tier.close(5)
+
+
+def test_a_restore_counts_as_use_after_a_restart_also_that_of_another_process(tmp_path):
+    first = open_store(tmp_path)
+    put(first, 1, 2, 3, 4)
+    reader = open_store(tmp_path)
+    assert not reader.is_writer
+    assert len(KVTier([reader], Blocks()).load([key(1), key(2)], [TOKENS] * 2)) == 2
+    reader.close(5)
+    first.close(5)
+    assert held_after_restart(tmp_path, 3) == [1, 2, 4]
+    assert held_after_restart(tmp_path, 1) == [1]
+
+
+def test_what_the_pool_gives_up_again_counts_as_used(tmp_path):
+    store = open_store(tmp_path, max_bytes=3 * (BLOCK + 200))
+    tier = KVTier([store], Blocks())
+    for number in (1, 2, 3, 1, 4):
+        tier.store(number, key(number), TOKENS)
+        store.settle()
+    assert held(store) == [1, 3, 4]
+    assert tier.num_stored == 4
+    tier.close(5)
+
+
+def test_what_was_kept_at_the_end_is_as_old_as_its_use(tmp_path):
+    store = open_store(tmp_path)
+    put(store, 1, 2)
+    tier = KVTier([store], Blocks())
+    for number in (3, 1, 4):  # the latest used first
+        assert tier.keep(number, key(number), TOKENS, wait_s=1)
+    tier.close(5)
+    assert held_after_restart(tmp_path, 3) == [1, 3, 4]
+    assert held_after_restart(tmp_path, 1) == [3]
 
 
 def test_a_file_that_cannot_be_read_now_is_a_miss_and_stays(tmp_path, monkeypatch, caplog):
@@ -223,11 +281,95 @@ def test_close_writes_what_waits(tmp_path):
     assert len(files(tmp_path)) == 10
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ParameterError, match="cannot use"):
-        open_store(tmp_path / "below")
+def test_a_folder_that_cannot_be_written_is_refused_by_name():
+    """Nobody may make a file there, not even root."""
+    with pytest.raises(ParameterError, match=r"cannot use /sys: .*; choose a folder that can be"):
+        open_store(Path("/sys"))
+
+
+@contextmanager
+def read_only():
+    """Let the file system refuse every change, as one does that was mounted again read-only."""
+
+    def refuse(path, *args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    open_path = Path.open
+
+    def opening(path, mode="r", *args, **kwargs):
+        return open_path(path, mode, *args, **kwargs) if mode in ("r", "rb") else refuse(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("unlink", "replace"):
+            patch.setattr(Path, name, refuse)
+        patch.setattr(Path, "open", opening)
+        patch.setattr(os, "utime", refuse)
+        yield
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Hours:
+    """A clock that is set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        times = SimpleNamespace(monotonic=lambda: self.now_s, time_ns=kv_tier_disk.time.time_ns)
+        patch.setattr(kv_tier_disk, "time", times)
+
+
+def test_a_folder_that_becomes_read_only_is_told_once_and_tried_ever_less_often(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    store = open_store(tmp_path, max_bytes=2 * (BLOCK + 200))
+    put(store, 1, 2)
+    clock = Hours(monkeypatch)
+    taken = []
+    with read_only():
+        for minute in range(300):
+            clock.now_s = minute * 60.0 + 1
+            if store.put(key(3), TOKENS, block(3)):
+                taken.append(minute)
+                store.settle()
+            for number in (1, 2):  # a file that cannot be removed is still there
+                np.testing.assert_array_equal(store.get(key(number), TOKENS), block(number))
+                store.touch(key(number))
+    assert taken == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
+    [told] = warnings(caplog)
+    assert str(tmp_path) in told
+    assert "Read-only file system" in told
+    clock.now_s = 1e6
+    put(store, 4)
+    assert held(store) == [2, 4]
+    assert "writes to" in caplog.records[-1].getMessage()
+    with full_disk():
+        store.put(key(5), TOKENS, block(5))
+        store.settle()
+    assert len(warnings(caplog)) == 2  # another trouble is told again
+    clock.now_s += 61
+    put(store, 6)
+    monkeypatch.undo()
+    store.close(5)
+
+
+def test_files_that_cannot_be_removed_are_read_all_the_same(tmp_path, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    put(store, 1, 2, 3)
+    store.close(5)
+
+    def refuse(path, **kwargs):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    small = open_store(tmp_path, max_bytes=BLOCK + 200)
+    assert held(small) == [1, 2, 3]
+    np.testing.assert_array_equal(small.get(key(1), TOKENS), block(1))
+    assert not small.put(key(4), TOKENS, block(4))
+    small.close(5)
+    assert len(warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize("path", ["~nobody-has-this-name/kv", "a\0b"])

@@ -61,6 +61,25 @@ def test_what_the_host_gives_up_goes_to_the_disk_and_at_the_end_all_of_it(tmp_pa
     again.close(5)
 
 
+def test_at_the_end_blocks_of_the_host_and_the_pool_are_as_old_as_their_use(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, max_bytes=2**20, block_bytes=BLOCK)
+    host = HostStore(max_bytes=3 * SIZE, below=disk)
+    tier = KVTier([host, disk], Blocks())
+    for number in (1, 2, 3, 4, 1, 5, 2):
+        tier.store(number, key(number), TOKENS)
+    disk.settle()
+    assert (held(host), held(disk)) == ([1, 2, 5], [1, 2, 3, 4])
+    tier.store(1, key(1), TOKENS)  # used last of these: 5, 2, 1
+    for number in (7, 6):
+        assert tier.keep(number, key(number), TOKENS, wait_s=1)
+    tier.close(5)
+    for num_left, expected in ((5, [1, 2, 5, 6, 7]), (3, [1, 6, 7]), (1, [7])):
+        again = DiskStore(tmp_path, max_bytes=num_left * (SIZE + 100), block_bytes=BLOCK)
+        again.settle()
+        assert held(again) == expected
+        again.close(5)
+
+
 class Broken(HostStore):
     """A store that takes nothing."""
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,6 +140,23 @@ def test_what_followed_in_an_earlier_answer_is_copied() -> None:
     assert answers.look_up("", [8, 2, 3], 4) == (2, [5])
     assert answers.look_up("", [3, 4], 4) == (0, [])  # nothing of the next answer follows
     assert answers.look_up("", [4, 9], 4) == (0, [])  # and nothing begins in the one before
+
+
+def test_of_equal_matches_the_texts_own_counts_and_a_longer_one_before_it() -> None:
+    proposer = NgramProposer(4)
+
+    def guesses(number: int, *tokens: int) -> tuple[list[int], list[int]]:
+        seq: Any = SimpleNamespace(
+            number=number, token_ids=list(tokens), num_prompt=0,
+            request=SimpleNamespace(cache_salt=""),
+        )  # fmt: skip
+        forecast = proposer.forecast(seq, 9, 0.0)
+        proposer.release(seq)
+        return list(forecast.tokens), list(forecast.kinds)
+
+    assert guesses(1, 5, 1, 2, 7) == ([], [])  # is an earlier answer for the next ones
+    assert guesses(2, 6, 1, 2, 8, 9, 1, 2) == ([8, 9, 1, 2], [2, 3, 4, 5])
+    assert guesses(3, 6, 1, 2, 8, 5, 1, 2) == ([7], [16 + 3])
 
 
 def test_another_tenants_answers_are_no_guesses() -> None:

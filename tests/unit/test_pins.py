@@ -73,7 +73,7 @@ def test_pins_stay_while_others_can_wait() -> None:
 def test_half_of_the_cache_can_be_pinned_and_no_more() -> None:
     cached = crowded()
     cached.run(make_request("p", PROMPT, ONE, pin="x"))
-    with pytest.raises(ParameterError, match="hold 32 tokens, and 70 more are beyond 80") as caught:
+    with pytest.raises(ParameterError, match="hold 32 tokens, and 64 more are beyond 80") as caught:
         cached.submit(make_request("q", tokens(70, begin=11), ONE, pin="y"))
     assert caught.value.param == "pin"
     cached.run(make_request("q", tokens(50, begin=11), ONE, pin="y"))
@@ -89,6 +89,23 @@ def test_two_pins_at_once_hold_no_more_than_half() -> None:
     while not cached.engine.pins().keys() >= {"x", "y"}:
         cached.step()
     assert sum(cached.engine.pins().values()) == 5 * BLOCK_SIZE
+
+
+def test_a_beginning_that_pins_share_counts_once_against_the_half() -> None:
+    cached = crowded()
+    cached.run(make_request("p", tokens(50), ONE, pin="x"))  # three of the five blocks
+    for num, name in ((70, "y"), (85, "z")):  # one block more each
+        cached.run(make_request("q", tokens(num), ONE, pin=name))
+    assert cached.engine.pins() == {"x": 48, "y": 64, "z": 80}
+    assert cached.engine.weigh_pin(tokens(100), "", {"x", "z"}) == (80, 16)
+    assert cached.engine.weigh_pin(tokens(100), "", {"x"}) == (48, 48)
+    assert cached.engine.weigh_pin((47, *tokens(99)), "", {"x", "z"}) == (80, 96)
+    assert cached.engine.weigh_pin(tokens(100), "salted", {"x", "z"}) == (80, 96)
+    with pytest.raises(ParameterError, match="hold 80 tokens, and 16 more are beyond 80"):
+        cached.submit(make_request("q", tokens(100), ONE, pin="w"))
+    cached.engine.unpin("z")
+    cached.run(make_request("o", (1,), ONE))
+    assert cached.engine.weigh_pin(tokens(100), "", {"x", "y", "z"}) == (64, 32)
 
 
 def test_an_aborted_prompt_is_not_pinned() -> None:

@@ -10,6 +10,7 @@ from paceline.engine.prefix_cache import PrefixCache
 from paceline.policies.fcfs import FCFS
 from paceline.types import Request, SamplingParams
 from tests.unit.scripted_engine import Answers, finish, make_engine, make_request, run
+from tests.unit.test_kv_tier import read_only
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -129,6 +130,24 @@ def test_of_two_that_compute_the_same_block_one_copy_stays():
     assert cached.engine.stats().num_live_blocks == 3
     finish(cached.engine)
     assert cached.engine.stats().num_cached_blocks == 3
+
+
+def test_a_last_block_that_is_known_is_not_kept_twice():
+    cached = Cached()
+    for _ in range(3):
+        cached.run(make_request("a", tokens(20), ONE))
+    assert cached.engine.stats().num_cached_blocks == 2
+
+
+def test_of_many_blocks_that_begin_alike_one_that_was_found_is_looked_at_again():
+    cached = Cached()
+    prompts = [(*tokens(16), 5, n, n, n) for n in range(10, 36)]
+    for prompt in prompts[:16]:
+        cached.run(make_request("a", prompt, ONE))
+    assert cached_tokens(cached.run(make_request("a", prompts[0], ONE))) == 19
+    for prompt in prompts[16:]:
+        cached.run(make_request("a", prompt, ONE))
+    assert cached_tokens(cached.run(make_request("a", prompts[0], ONE))) == 19
 
 
 def test_without_the_cache_nothing_is_found_or_kept():
@@ -434,6 +453,24 @@ def test_what_was_pinned_at_the_end_is_there_after_a_restart(tmp_path):
     settle(second)
     assert cached_tokens(second.run(make_request("a", tokens(80), GREEDY))) == 64
     second.engine.stop()
+
+
+def test_a_folder_that_becomes_read_only_keeps_nobody_from_an_answer(tmp_path, caplog):
+    cached = Cached(num_blocks=6, max_model_len=96, kv_tier=f"disk:path={tmp_path},size=1M")
+    prompts = [(*tokens(80, begin=n), 1) for n in range(4)]
+    cached.run(make_request("a", prompts[0], GREEDY))
+    cached.run(make_request("a", prompts[1], GREEDY))
+    settle(cached)
+    with read_only():
+        for i in (2, 3, 0, 2, 3, 0):
+            answers = cached.run(make_request("a", prompts[i], GREEDY))
+            settle(cached)
+            assert cached_tokens(answers) == (80 if i == 0 else 0)  # the first is on disk
+            alone = run(make_engine(), make_request("a", prompts[i], GREEDY))
+            assert answers["a", 0].outcome() == alone["a", 0].outcome()
+        cached.engine.stop()
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "Read-only file system" in told
 
 
 def test_a_broken_file_is_computed_and_so_is_what_follows(tmp_path):

@@ -113,7 +113,6 @@ def test_tools_and_choices_are_those_of_a_chat(choice):
         ({"tool_choice": "some"}, "tool_choice"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"background": True, "stream": True}, "stream"),
         ({"background": True, "store": False}, "store"), ({"conversation": "c"}, "conversation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),

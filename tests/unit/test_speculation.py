@@ -226,6 +226,50 @@ def test_a_sequence_that_ended_is_released() -> None:
     assert not engine._speculator._of
 
 
+def test_requests_take_turns_on_one_engine_with_drafts_and_without() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    requests = [make_request(name, (1, 2, n), params) for n, name in enumerate("abcd")]
+    plain = run(make_engine(), *requests)
+    texts = {name: plain[name, 0].token_ids for name in "abcd"}
+    sizes: list[int] = []
+    pace = Eager(3)
+    engine = make_engine(
+        on_forward=lambda step: sizes.append(len(step.tokens)),
+        proposer=Oracle(lambda seq: (*seq.request.prompt_token_ids, *texts[seq.request.id])),
+        pace=pace,
+    )
+    answers = Answers()
+    for request in requests:
+        engine.submit(request, answers)
+
+    def rows(num_steps: int) -> list[int]:
+        """Return the rows of so many steps more."""
+        for _ in range(num_steps):
+            assert engine.step()
+            engine.check_integrity()
+        taken, sizes[:] = sizes[:], []
+        return taken
+
+    engine.limit_to({"a", "b"}, drafts=False)
+    assert rows(3) == [6, 2, 2]
+    assert (engine.stats().num_running, engine.stats().num_waiting, len(pace.seen)) == (2, 2, 0)
+    engine.limit_to({"c", "d"}, drafts=True)
+    assert rows(3) == [6, 8, 8]
+    engine.limit_to({"b"}, drafts=True)
+    assert rows(1) == [4]
+    lengths = {name: len(answers[name, 0].token_ids) for name in "abcd"}
+    assert lengths == {"a": 3, "b": 7, "c": 9, "d": 9}
+    assert len(pace.seen) == 4  # steps without drafts are none of the pace's business
+    engine.limit_to(set(), drafts=True)
+    assert not engine.step()
+    engine.limit_to(None, drafts=True)
+    assert rows(1) == [16]
+    finish(engine)
+    assert {key: answer.outcome() for key, answer in answers.items()} == {
+        key: answer.outcome() for key, answer in plain.items()
+    }
+
+
 def test_positions_count_drafted_and_accepted_tokens() -> None:
     tokens = [9, 10, 11, 12, 13]
     text = [1, 2, 3, 9, 10, 11, 44, 13]  # wrong at the fourth

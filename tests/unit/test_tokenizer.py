@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,6 +143,40 @@ def test_hf_markers_are_not_matched_across_a_cut() -> None:
     text = "<|im_end|>a<|im_end|>"
     ids = HF.encode(text, parse_special=True, cuts=[13])
     assert ids == BPE.encode(text, parse_special=True, cuts=[13])
+
+
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_hf_ids_of_short_and_long_texts_are_those_of_the_library_alone(parse_special: bool) -> None:
+    for data in (hf_data(bpe_data(extra=MARKED)), hf_spm_data()):
+        library = Library.from_str(data.json.decode())
+        library.encode_special_tokens = not parse_special
+        tokenizer = build_tokenizer(data)
+        texts = hard_texts() + glued(MARKED)
+        for text in [*texts, "\n".join(texts), "a <|im_end|> b<tool>\n<s>c</s>" * 200]:
+            expected = library.encode(text, add_special_tokens=False).ids
+            ids = tokenizer.encode(text, parse_special=parse_special, add_special=False)
+            assert ids == expected, text[:80]
+
+
+def test_while_one_encodes_a_long_text_others_encode_short_ones() -> None:
+    tokenizer = build_tokenizer(hf_data(bpe_data()))
+    text = "the quick brown fox 123 jumps over <|im_end|> and on\n" * 20_000
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    def encode_long() -> None:
+        has_begun.set()
+        tokenizer.encode(text, parse_special=True)
+        has_ended.set()
+
+    thread = threading.Thread(target=encode_long)
+    thread.start()
+    has_begun.wait()
+    num_short = 0
+    while not has_ended.is_set() and num_short < 100:
+        tokenizer.encode("a <|im_end|>", parse_special=num_short % 2 == 0)
+        num_short += not has_ended.is_set()
+    thread.join()
+    assert num_short == 100
 
 
 def test_a_lone_surrogate_is_refused_with_its_place() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.bench.sse import EventReader
+from paceline.bench.sse import Event, EventReader
 
 _decode = msgspec.json.decode
 _FIRST_BYTE = re.compile(rb"\s{0,4096}+(\S)")
@@ -104,8 +104,8 @@ class Answer:
                 return self._has_room()
             self._reader, data = EventReader(), bytes(self._body)
             self._body.clear()
-        for payload in self._reader.feed(data):
-            self._on_event(payload, now)
+        for event in self._reader.feed(data):
+            self._on_event(event, now)
         return self._has_room()
 
     def _has_room(self) -> bool:
@@ -135,8 +135,8 @@ class Answer:
     def finish(self, now: float) -> None:
         """Read what is left once the response is complete."""
         if self._reader is not None:
-            for payload in self._reader.finish():
-                self._on_event(payload, now)
+            for event in self._reader.finish():
+                self._on_event(event, now)
         elif self._body or (self.status == 200 and self.error is None):
             body = bytes(self._body)
             self._body.clear()
@@ -146,23 +146,24 @@ class Answer:
         """A response that is no stream: an error, or a server that ignores `stream`."""
         content = read_json(body)
         if self.status != 200 or not isinstance(content, dict) or _is_error(content):
-            shown = printable(body[:_MAX_ERROR_CHARS].decode("utf-8", "replace"))
-            self.error = error_text(content) or shown or "no answer: no body"
+            self.error = error_text(content) or _cut(body) or "no answer: no body"
             return
         self._on_object(content, now)
         self.is_done = True
 
-    def _on_event(self, payload: bytes, now: float) -> None:
-        if payload.strip() == b"[DONE]":
+    def _on_event(self, event: Event, now: float) -> None:
+        if not event.is_error and event.data.strip() == b"[DONE]":
             self.is_done = True
             return
-        event = read_json(payload)
-        if not isinstance(event, dict):
+        content = read_json(event.data)
+        if event.is_error:
+            self.error = error_text(content) or _cut(event.data) or "error"
+        elif not isinstance(content, dict):
             self.num_unread += 1
-        elif _is_error(event):
-            self.error = error_text(event) or "error"
+        elif _is_error(content):
+            self.error = error_text(content) or "error"
         else:
-            self._on_object(event, now)
+            self._on_object(content, now)
 
     def _on_object(self, event: dict[str, Any], now: float) -> None:
         """Take what an object holds. One that breaks the API's form makes the answer an error."""
@@ -299,6 +300,11 @@ def error_text(body: Any) -> str | None:
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or str(error)
     return None if error is None else printable(str(error)[:_MAX_ERROR_CHARS])
+
+
+def _cut(body: bytes) -> str:
+    """Return the beginning of what is no error object, for a line."""
+    return printable(body[:_MAX_ERROR_CHARS].decode("utf-8", "replace"))
 
 
 def printable(text: str) -> str:

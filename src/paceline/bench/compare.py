@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.bench.arrivals import Arrivals, Closed
+from paceline.bench.probe import signs_of_lateness
 from paceline.bench.stage import Plan, Session, StageResult
-from paceline.bench.statistics import ratio_figure
+from paceline.bench.statistics import Figure, ratio_figure
 from paceline.bench.target import Target
 
 # (name, path in a summary, unit, is less better)
@@ -54,8 +55,9 @@ def compare(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows that set each other target beside the first, metric by metric and rate by rate.
 
     `ratio` is first / other, paired by round. `verdict` names the better one, only where the 95 %
-    interval of the ratio excludes 1. Latencies are those of answers: who answered fewer of its
-    requests than the other has no verdict for them, as it may have left out the slow ones.
+    interval of the ratio excludes 1; else `no_verdict_because` says why there is none. Latencies
+    are those of answers: who answered fewer of its requests than the other has no verdict for
+    them, as it may have left out the slow ones. A run whose client was late judges no server.
     """
     by_cell: defaultdict[Any, defaultdict[str, list[dict[str, Any]]]] = defaultdict(
         lambda: defaultdict(list)
@@ -89,14 +91,21 @@ def _row(
         return None
     ratio = ratio_figure(known)
     answered = _answered(ours), _answered(theirs)
-    verdict = None
-    if ratio is not None and len(known) >= MIN_ROUNDS and ratio.low is not None:
-        assert ratio.high is not None
-        if ratio.high < 1 or ratio.low > 1:
-            is_first = (ratio.value < 1) == is_less_better
-            lead = answered[0] - answered[1] if is_first else answered[1] - answered[0]
-            if path[0] != "latency_ms" or lead >= -MAX_UNANSWERED:
-                verdict = first if is_first else other
+    num_late = sum(bool(signs_of_lateness(stage["client"])) for stage in (*ours, *theirs))
+    better, reason = None, None
+    if num_late:
+        reason = "the client was the bottleneck"
+    elif ratio is None:
+        reason = "a figure is 0"
+    elif len(known) < MIN_ROUNDS:
+        reason = f"it takes {MIN_ROUNDS} rounds"
+    elif (is_first := _is_first_better(ratio, is_less_better=is_less_better)) is None:
+        reason = "the interval holds 1"
+    else:
+        better = first if is_first else other
+        lead = answered[0] - answered[1] if is_first else answered[1] - answered[0]
+        if path[0] == "latency_ms" and lead < -MAX_UNANSWERED:
+            better, reason = None, f"{better} answered fewer"
     return {
         "metric": name,
         "unit": unit,
@@ -108,9 +117,20 @@ def _row(
         "first_answered": answered[0],
         "other_answered": answered[1],
         "rounds": len(known),
+        "runs_with_a_late_client": num_late,
         "ratio": None if ratio is None else ratio.as_dict(),
-        "verdict": verdict,
+        "verdict": better,
+        "no_verdict_because": reason,
     }
+
+
+def _is_first_better(ratio: Figure, *, is_less_better: bool) -> bool | None:
+    """Return whether the first of two is better, None where the interval leaves that open."""
+    assert ratio.low is not None
+    assert ratio.high is not None
+    if ratio.low <= 1 <= ratio.high:
+        return None
+    return (ratio.value < 1) == is_less_better
 
 
 def _answered(stages: Sequence[dict[str, Any]]) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+_MAX_PREPARED = 4096
+
 Message = dict[str, Any]
 Expectation = Literal["text", "json", "tool_call"]
 
@@ -47,6 +49,24 @@ class Workload(Protocol):
 
     def conversation(self, seed: str, idx: int) -> Conversation:
         """Return conversation `idx`: the same for the same seed, whoever is asked."""
+
+
+class Source:
+    """Hands out conversations in order; the first ones are made before the clock runs."""
+
+    def __init__(self, workload: Workload, seed: str, num_prepared: int) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._next = 0
+        count = min(num_prepared, _MAX_PREPARED)
+        self._prepared = [workload.conversation(seed, idx) for idx in range(count)]
+
+    def take(self) -> tuple[int, Conversation]:
+        idx = self._next
+        self._next += 1
+        if idx < len(self._prepared):
+            return idx, self._prepared[idx]
+        return idx, self._workload.conversation(self._seed, idx)
 
 
 def single(kind: str, text: str, max_tokens: int) -> Conversation:

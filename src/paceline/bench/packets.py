@@ -170,13 +170,13 @@ def _received_at(ancillary: list[tuple[int, int, bytes]]) -> float:
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack(value)
-            now, wall = _both_clocks()
+            now, wall = both_clocks()
             received: float = seconds + 1e-9 * nanoseconds
             return now - max(0.0, wall - received)
     return time.perf_counter()
 
 
-def _both_clocks() -> tuple[float, float]:
+def both_clocks() -> tuple[float, float]:
     """Return the monotonic and the wall clock's time at one moment.
 
     A process that loses its CPU between two readings would see its packets come early by that.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.bench.statistics import summarise
@@ -51,20 +51,24 @@ class Probe:
     def summary(self, send_lags: Sequence[float], num_unsent: int = 0) -> dict[str, Any]:
         """Return the client's own figures; `is_bottleneck` with the reasons, if any."""
         wall, cpu = self._spent
-        share = cpu / wall if wall else 0.0
-        loop_lag, send_lag = summarise(self._lags, 1e3), summarise(send_lags, 1e3)
-        reasons = []
-        if share > MAX_CPU_SHARE:
-            reasons.append(f"the client used {100 * share:.0f} % of a core")
-        for name, lag in (("event loop", loop_lag), ("sending", send_lag)):
-            if lag["count"] and lag["p99"]["value"] > MAX_LAG_S * 1e3:
-                reasons.append(f"its {name} lagged by {lag['p99']['value']:.0f} ms (p99)")
+        figures = {
+            "cpu_share": cpu / wall if wall else 0.0,
+            "loop_lag_ms": summarise(self._lags, 1e3),
+            "send_lag_ms": summarise(send_lags, 1e3),
+        }
+        reasons = signs_of_lateness(figures)
         if num_unsent:
             reasons.append(f"{num_unsent} requests that were due were not sent")
-        return {
-            "cpu_share": share,
-            "loop_lag_ms": loop_lag,
-            "send_lag_ms": send_lag,
-            "is_bottleneck": bool(reasons),
-            "reasons": reasons,
-        }
+        return {**figures, "is_bottleneck": bool(reasons), "reasons": reasons}
+
+
+def signs_of_lateness(client: Mapping[str, Any]) -> list[str]:
+    """Return in words which of a client's figures are beyond their bounds: then its times are
+    also its own."""
+    signs = []
+    if client["cpu_share"] > MAX_CPU_SHARE:
+        signs.append(f"the client used {100 * client['cpu_share']:.0f} % of a core")
+    for name, lag in (("event loop", client["loop_lag_ms"]), ("sending", client["send_lag_ms"])):
+        if lag["count"] and lag["p99"]["value"] > MAX_LAG_S * 1e3:
+            signs.append(f"its {name} lagged by {lag['p99']['value']:.0f} ms (p99)")
+    return signs

@@ -1,4 +1,4 @@
-"""Speculation against none: the same greedy texts on two engines, in turns."""
+"""Speculation against none: the same greedy texts on one engine, in turns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field, structs
 
 from paceline.bench.spec_prompts import PROMPTS
+from paceline.engine.speculation.stats import SpecStats
+from paceline.errors import ParameterError
 from paceline.llm import new_request, stream
 from paceline.types import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.engine.build import LoadedModel
-    from paceline.engine.speculation.stats import SpecStats
     from paceline.measure.step_table import StepTable
 
-_TURN = 8  # tokens of a sequence that one engine decodes before it is the other's turn
+_TURN = 8  # tokens of a sequence that one side decodes before it is the other's turn
 
 
 class Run(Struct, frozen=True):
@@ -48,8 +49,7 @@ class Cell(Struct, eq=False):
 
 
 def measure(
-    plain: LoadedModel,
-    drafting: LoadedModel,
+    loaded: LoadedModel,
     *,
     workloads: Sequence[str],
     batches: Sequence[int],
@@ -58,40 +58,76 @@ def measure(
     table: StepTable | None = None,
     on_round: Callable[[str, int, int], None] = lambda workload, batch, idx: None,
 ) -> list[dict[str, Any]]:
-    """Return a row for each workload and batch size. The engines take turns of a few tokens.
+    """Return a row for each workload and batch size, measured in turns of a few tokens.
 
-    `table` is what steps of the plain engine cost; without it no speed-up is predicted.
+    Both sides run on the one engine of `loaded`, over the same weights, caches and buffers: two
+    engines of a process differ in the pages that they got, by as much as what is measured here.
+    Without a proposer both sides are plain, and the rows show what the comparison itself is worth.
+    `table` is what plain steps cost; without it no speed-up is predicted.
     """
-    for loaded in (plain, drafting):
-        Batch(loaded, ["Hello"], 8).run()
+    _check_room(loaded, workloads, max(batches), num_tokens)
+    for drafts in (False, True):
+        Batch(loaded, ["Hello"], 8, salt=f"warm-up {drafts}", drafts=drafts).run()
     rows = []
     for workload in workloads:
         for batch in batches:
             cell = Cell(workload, batch)
             for idx in range(num_rounds):
                 on_round(workload, batch, idx + 1)
-                prompts = [
-                    PROMPTS[workload][i % len(PROMPTS[workload])] for i in range(idx, idx + batch)
-                ]
-                # What it answered in an earlier round must not be what it guesses from.
-                salt = f"{workload} {batch} {idx}"
-                before = _totals(drafting)
-                runs = run_in_turns(
-                    [Batch(loaded, prompts, num_tokens, salt=salt) for loaded in (plain, drafting)],
-                    _TURN * batch,
-                )
-                cell.plain.append(runs[0])
-                cell.drafting.append(runs[1])
-                _count(cell, before, _totals(drafting))
+                before = _totals(loaded)
+                _run_round(loaded, cell, idx, num_tokens)
+                _count(cell, before, _totals(loaded))
             rows.append(_row(cell, table))
     return rows
 
 
+def _run_round(loaded: LoadedModel, cell: Cell, idx: int, num_tokens: int) -> None:
+    """Run one round of `cell`; the two sides take turns at being first."""
+    prompts = _prompts(cell.workload, idx, cell.batch)
+    sides = {False: cell.plain, True: cell.drafting}
+    order = sorted(sides, reverse=bool(idx % 2))
+    # What was answered in an earlier round, or by the other side, must not be what it guesses from.
+    salt = f"{cell.workload} {cell.batch} {idx}"
+    pair = [
+        Batch(loaded, prompts, num_tokens, salt=f"{salt} {drafts}", drafts=drafts)
+        for drafts in order
+    ]
+    for drafts, run in zip(order, run_in_turns(pair, _TURN * cell.batch), strict=True):
+        sides[drafts].append(run)
+
+
+def _prompts(workload: str, idx: int, batch: int) -> list[str]:
+    known = PROMPTS[workload]
+    return [known[i % len(known)] for i in range(idx, idx + batch)]
+
+
+def _check_room(loaded: LoadedModel, workloads: Sequence[str], batch: int, num_tokens: int) -> None:
+    """Raise ParameterError unless the KV cache holds both sides at once: the one waits in it."""
+    size = loaded.config.block_size
+    longest = max(len(_encode(loaded, text)) for name in workloads for text in PROMPTS[name])
+    num_blocks = 2 * batch * -(-(longest + num_tokens) // size)
+    if num_blocks > loaded.kv.num_blocks:
+        raise ParameterError(
+            f"a batch of {batch}, with drafts and without, takes {num_blocks * size} tokens of KV "
+            f"cache, and there are {loaded.kv.num_blocks * size}: raise --kv-memory, or ask for a "
+            "smaller --batch or --output"
+        )
+
+
 class Batch:
-    """Prompts that one engine answers together, a little at a time, and the seconds it decodes."""
+    """Prompts that an engine answers together, a little at a time, and the seconds it decodes.
+
+    While it goes on, whatever else the engine was given stands still.
+    """
 
     def __init__(
-        self, loaded: LoadedModel, prompts: Sequence[str], num_tokens: int, *, salt: str = ""
+        self,
+        loaded: LoadedModel,
+        prompts: Sequence[str],
+        num_tokens: int,
+        *,
+        salt: str = "",
+        drafts: bool = True,
     ) -> None:
         params = SamplingParams(temperature=0, max_tokens=num_tokens)
         requests = [
@@ -99,7 +135,8 @@ class Batch:
             for prompt in prompts
         ]
         self._engine = loaded.engine
-        self._first_step = loaded.engine.stats().num_steps
+        self._drafts = drafts
+        self._num_steps = 0
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._texts: dict[str, list[int]] = {request.id: [] for request in requests}
         self._num_waiting = len(requests)  # for their first token
@@ -110,12 +147,14 @@ class Batch:
 
     def advance(self, num_tokens: int) -> None:
         """Go on until there are `num_tokens` in all; at least to where all have a first one."""
+        self._engine.limit_to(self._texts, drafts=self._drafts)
+        first_step = self._engine.stats().num_steps
         last_s = time.perf_counter()
         while self._num_waiting or self.num_tokens < num_tokens:
             delta = next(self._deltas, None)
             if delta is None:
                 self.is_done = True
-                return
+                break
             now_s = time.perf_counter()
             if not self._num_waiting:
                 self._decode_s += now_s - last_s
@@ -124,6 +163,8 @@ class Batch:
             self._num_waiting -= bool(delta.token_ids and not text)
             text += delta.token_ids
             self.num_tokens += len(delta.token_ids)
+        self._num_steps += self._engine.stats().num_steps - first_step
+        self._engine.limit_to(None, drafts=True)
 
     def run(self) -> Run:
         """Go on to the end, and return what was measured."""
@@ -133,13 +174,13 @@ class Batch:
         return Run(
             self._decode_s,
             tuple(map(tuple, self._texts.values())),
-            self._engine.stats().num_steps - self._first_step,
+            self._num_steps,
             num_known // len(self._texts),
         )
 
 
 def run_in_turns(batches: Sequence[Batch], num_tokens: int) -> list[Run]:
-    """Run several engines over the same prompts, whichever is behind by `num_tokens` at a time.
+    """Run several batches of the same prompts, whichever is behind by `num_tokens` at a time.
 
     A machine that others use changes its speed within seconds: what is compared is measured in the
     same ones.
@@ -160,8 +201,7 @@ def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
 
 def _totals(loaded: LoadedModel) -> SpecStats:
     stats = loaded.engine.stats().speculation
-    assert stats is not None, "the engine was loaded with a proposer"
-    return stats.copy()
+    return SpecStats.empty() if stats is None else stats.copy()
 
 
 def _count(cell: Cell, before: SpecStats, after: SpecStats) -> None:

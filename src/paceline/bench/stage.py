@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.bench.arrivals import Arrivals, Closed
-from paceline.bench.conversation import Workload
-from paceline.bench.load import Limits, Load, Source
+from paceline.bench.conversation import Source, Workload
+from paceline.bench.course import Limits
+from paceline.bench.load import Load
 from paceline.bench.objective import Objectives
+from paceline.bench.packets import both_clocks
 from paceline.bench.plots import plot_data
 from paceline.bench.prose import TokenCounter
 from paceline.bench.recorder import LineWriter, Recorder
@@ -104,6 +106,8 @@ class Session:
         finally:
             self._load = None
         summary = {**shown, **summarise_run(recorder, load.probe, plan.price)}
+        now, wall = both_clocks()
+        summary["began_at"] = wall - (now - recorder.epoch)
         summary["interrupted"] = self.is_interrupted
         return StageResult(summary=summary, plots=plot_data(recorder))
 

@@ -123,7 +123,9 @@ def _quotients(above: Column, below: Column) -> Column:
 
 
 def _phases(columns: Columns) -> dict[str, Any]:
-    return {name: summarise(values, _MS) for name, values in sorted(columns.phases.items())}
+    """Return the phases that the server told, those that take the longest on average first."""
+    told = {name: summarise(values, _MS) for name, values in sorted(columns.phases.items())}
+    return dict(sorted(told.items(), key=lambda item: -item[1]["mean"]["value"]))
 
 
 def _throughput(recorder: Recorder, together: Columns, duration_s: float) -> dict[str, Any]:

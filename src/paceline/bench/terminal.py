@@ -23,6 +23,8 @@ _OWNERS = {"warmup": "warm-up requests", "cut": "requests that the end cut",
            "error": "failed requests", "broken": "broken ones", "timeout": "timed-out ones",
            "refused": "refused ones"}  # fmt: skip
 _LOST = ("cut", "unsent")  # neither answered nor failed: shown where there are some
+_OF_A_PAIR = ("rate", "first", "other", "first_answered", "other_answered",
+              "runs_with_a_late_client")  # fmt: skip
 _FILE_COLUMNS = 200
 _MIN_COLUMNS_FOR_SD = 100
 _MIN_COLUMNS_FOR_ALL = 130
@@ -344,12 +346,22 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> None:
             f"{row['verdict']} is better" if row["verdict"] else "no verdict",
         )
     console.print(table)
-    for rate, first, other, ours, theirs in dict.fromkeys(
-        (row["rate"], row["first"], row["other"], row["first_answered"], row["other_answered"])
-        for row in rows
+    _print_doubts(rows, console)
+
+
+def _print_doubts(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Say of each pair of servers what keeps a comparison from calling one of them better."""
+    for rate, first, other, ours, theirs, num_late in dict.fromkeys(
+        tuple(row[name] for name in _OF_A_PAIR) for row in rows
     ):
+        at = "" if rate is None else f"at {rate:g}/s "
+        if num_late:
+            console.print(
+                f"{at}{first} and {other}: no verdict, as the client was the bottleneck in "
+                f"{num_late} of the runs",
+                style="bold red",
+            )
         if abs(ours - theirs) > MAX_UNANSWERED:
-            at = "" if rate is None else f"at {rate:g}/s "
             console.print(
                 f"{at}{first} answered {100 * ours:.0f} % of its requests, {other} "
                 f"{100 * theirs:.0f} %: who answered fewer is not called better by its latencies",

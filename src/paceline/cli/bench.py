@@ -277,8 +277,9 @@ def bench(
 
     check_outputs(log, html)
     check_not_empty(
-        {"--serve": serve, "--peer-model": peer_model, "--model": model, "--tokenizer": tokenizer}
-    )
+        {"--serve": serve, "--peer-model": peer_model, "--model": model, "--tokenizer": tokenizer,
+         "--arrival": arrival}
+    )  # fmt: skip
     check_server_options(
         serve, peer,
         {"--serve-with": serve_arguments, "--peer-model": peer_model, "--slots": slots,

@@ -38,8 +38,11 @@ def spec(
 ) -> None:
     """Measure decoding with and without `--speculate`, in turns, over six kinds of text.
 
+    Both sides run on one loaded model, a few tokens at a time: only the drafts differ. With
+    `--speculate off` both are plain, and the spread around 1.00 is that of the measure itself.
+
     Beside the measured speed-up stands the one that the steps saved promise by the cost of steps on
-    this machine, which is measured once (10 s and more) and kept. Texts are greedy, so both engines
+    this machine, which is measured once (10 s and more) and kept. Texts are greedy, so both sides
     must write the same; the report says whether they did.
     Without `--speculate` it is ngram that is measured.
 
@@ -50,6 +53,8 @@ def spec(
     - `paceline bench spec qwen2.5-coder-0.5b --workloads edit,prose --batch 1,8,32 --json`
 
     - `paceline bench spec qwen2.5-coder-1.5b --speculate draft+ngram:model=qwen2.5-coder-0.5b`
+
+    - `paceline bench spec qwen2.5-coder-1.5b --speculate off --workloads prose --batch 8`
     """
     from paceline.bench.engine_terminal import offline_status, print_spec
     from paceline.bench.spec import measure
@@ -63,20 +68,17 @@ def spec(
             raise ParameterError(f"--workloads names {name!r}: choose from {', '.join(PROMPTS)}")
     batches = read_counts(batch, "--batch", MAX_BATCH)
     config = with_room(config, max(batches), is_fixed=is_given(ctx, "max_num_seqs"))
-    if config.speculate == "off":
-        if is_given(ctx, "speculate"):
-            raise ParameterError("--speculate is off: name what is to be measured beside that")
+    config = replace(config, max_num_seqs=max(config.max_num_seqs, 2 * max(batches)))
+    if not is_given(ctx, "speculate"):
         config = replace(config, speculate="ngram")
-    plain = load(model, replace(config, speculate="off"))
-    drafting = load(model, config)
+    loaded = load(model, config)
     with offline_status() as say:
         # Before anything is in the KV cache: measuring overwrites it.
         table = find_step_table(
-            plain, on_shape=lambda name, done, total: say(f"{done + 1} of {total}: {name}")
+            loaded, on_shape=lambda name, done, total: say(f"{done + 1} of {total}: {name}")
         )
         rows = measure(
-            plain,
-            drafting,
+            loaded,
             workloads=names,
             batches=batches,
             num_tokens=output_tokens,
@@ -85,15 +87,14 @@ def spec(
             on_round=lambda name, size, idx: say(f"round {idx} of {rounds}: {size} x {name}"),
         )
     document = {
-        "model": drafting.name,
-        "isa": drafting.isa,
-        "num_threads": drafting.config.num_threads,
+        "model": loaded.name,
+        "isa": loaded.isa,
+        "num_threads": loaded.config.num_threads,
         "speculate": config.speculate,
         "output_tokens": output_tokens,
         "rows": rows,
     }
-    for loaded in (plain, drafting):
-        loaded.engine.stop()
+    loaded.engine.stop()
     if as_json:
         print(json.dumps(document))
     else:

@@ -16,7 +16,7 @@ from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.bench.arrivals import Arrivals, Closed
-    from paceline.bench.load import Limits
+    from paceline.bench.course import Limits
     from paceline.bench.servers import Settings
     from paceline.bench.summary import Price
     from paceline.bench.target import Endpoint
@@ -185,7 +185,7 @@ def read_limits(
     arrival: str | None,
     is_search: bool,
 ) -> Limits:
-    from paceline.bench.load import Limits
+    from paceline.bench.course import Limits
     from paceline.bench.units import parse_duration, parse_integer, parse_span
 
     if is_search and requests is not None:

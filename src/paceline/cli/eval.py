@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import Model, engine_options
-from paceline.config import EngineConfig
+from paceline.config import ACTIVATIONS, KV_DTYPES, EngineConfig
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -69,7 +69,11 @@ def evaluate(
         ),
     ] = None,
     against_kv_dtype: Annotated[
-        str | None, _reference("--against-kv-dtype", "The reference's KV cache format.")
+        str | None,
+        _reference(
+            "--against-kv-dtype",
+            "The reference's KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4.",
+        ),
     ] = None,
     against_activations: Annotated[
         str | None, _reference("--against-activations", "The reference's activations: q8 or f32.")
@@ -176,7 +180,7 @@ def evaluate(
 
     - `paceline eval qwen2.5-coder-0.5b --humaneval --allow-code-execution`
 
-    - `paceline eval smollm2-135m --needle 500,1000,2000 --kv-dtype fp8 --against-kv-dtype f16`
+    - `paceline eval smollm2-135m --needle 500,1000,2000 --kv-dtype int4 --against-kv-dtype f16`
     """
     from paceline.cli.eval_text import print_facts
     from paceline.cli.stages import show_stages
@@ -284,6 +288,13 @@ def _sources(
     sources = [Source(role="model", model=model, path=find_model(model), config=config)]
     changes = {"kv_dtype": kv_dtype, "activations": activations}
     given = {name: value for name, value in changes.items() if value is not None}
+    for name, choices in (("kv_dtype", KV_DTYPES), ("activations", ACTIVATIONS)):
+        if name in given and given[name] not in choices:
+            raise ParameterError(
+                f"--against-{name.replace('_', '-')} is {given[name]!r}: choose one of "
+                f"{', '.join(choices)}",
+                param=f"against_{name}",
+            )
     if against is None and not given:
         return sources
     other = against or model

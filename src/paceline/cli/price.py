@@ -45,7 +45,12 @@ def price(
         ),
     ] = None,
     kv: Annotated[
-        str, typer.Option("--kv", help="KV cache formats: each goes with all weights.")
+        str,
+        typer.Option(
+            "--kv",
+            help="KV cache formats, several as a,b: f16, bf16, f32, int8, fp8, k8v4 or int4. Each "
+            "goes with all weights.",
+        ),
     ] = "f16,int8",
     calibrate: Annotated[
         Path | None,
@@ -153,7 +158,7 @@ def price(
 
     - `paceline price ./Qwen2.5-0.5B --text book.txt --calibrate other.txt --svg prices.svg`
 
-    - `paceline price ./model --weights source,int4:64,int4:64:asym,./model-awq --kv f16,int8,fp8
+    - `paceline price ./model --weights source,int4:64,int4:64:asym,./model-awq --kv f16,int8,k8v4
       --text book.txt --keep prices`
     """
     from paceline.cli.eval import consent

@@ -40,7 +40,7 @@ def check_pin(request: Request, cache: PrefixCache | None) -> None:
         raise ParameterError(
             "there is no prefix cache to pin a prompt in: leave out --no-prefix-cache", param="pin"
         )
-    cache.pins.check(len(request.prompt_token_ids))
+    cache.pins.check(*cache.weigh_pin(request.prompt_token_ids, request.cache_salt))
 
 
 def check_length(request: Request, *, max_model_len: int, num_pool_tokens: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,7 @@ class Engine:
             seed=config.seed,
             max_len=min(max_model_len, self._num_pool_tokens),
         )
+        self._is_drafting = True
         self._speculator: Speculator | None = None
         if proposer is not None:
             from paceline.engine.speculation.speculator import create_speculator
@@ -197,6 +199,14 @@ class Engine:
         """Return how many prompt tokens each pin holds."""
         return {} if self._cache is None else self._cache.pins.tokens()
 
+    def weigh_pin(
+        self, token_ids: Seq[int], cache_salt: str, names: Container[str]
+    ) -> tuple[int, int]:
+        """Return the tokens that the pins `names` hold, and what one of a prompt would add."""
+        if self._cache is None:
+            return 0, 0
+        return self._cache.weigh_pin(token_ids, cache_salt, names)
+
     def unpin(self, name: str) -> None:
         """Let a pin go before the next step; unknown names are ignored."""
         with self._wakeup:
@@ -275,6 +285,14 @@ class Engine:
                 self._requests.fail(seq, f"the engine failed in this request's step: {error}")
         return True
 
+    def limit_to(self, request_ids: Container[str] | None, *, drafts: bool) -> None:
+        """From the next step on let only these requests move on, all if None, with drafts or not.
+
+        The others keep their blocks and stand still. It is for the caller of `step` that compares
+        two ways of running on one engine. Precondition: there are blocks for all.
+        """
+        self._scheduler.only, self._is_drafting = request_ids, drafts
+
     def check_integrity(self) -> None:
         """Raise EngineIntegrityError unless the books close. Call it between two steps."""
         check_books(
@@ -322,10 +340,11 @@ class Engine:
     def _new_forcing(self) -> Forcing:
         from paceline.engine.speculation.forced import Forcing
 
-        return Forcing(self._draft_rows(), self._clock)
+        return Forcing(self._draft_rows(), self._scheduler.policy, self._clock)
 
     def _run(self, schedule: Schedule) -> None:
-        clock, recorder, speculator = self._clock, self._recorder, self._speculator
+        clock, recorder = self._clock, self._recorder
+        speculator = self._speculator if self._is_drafting else None
         forcing = self._forcing
         if forcing is not None:
             forcing.extend(schedule)

@@ -43,6 +43,12 @@ class Store(Protocol):
     def get(self, key: bytes, tokens: bytes) -> U8 | None:
         """Return the block as it was put, or None. It is not to be written to."""
 
+    def touch(self, key: bytes) -> None:
+        """Count a block as used now; one that is not there is ignored."""
+
+    def latest(self) -> list[bytes]:
+        """Return the keys, the one that was used last first."""
+
     def close(self, timeout_s: float) -> None:
         """Write what has been taken, and let go of the store."""
 
@@ -75,6 +81,7 @@ class KVTier:
         self._backend = backend
         self._clock = clock
         self._compute_s = 0.0  # of a token; 0: not known
+        self._kept: list[bytes] = []  # at the end, the latest used first
 
     @property
     def is_lasting(self) -> bool:
@@ -87,18 +94,29 @@ class KVTier:
             self._compute_s = _fade(self._compute_s, forward_s / num_tokens)
 
     def store(self, block: int, key: bytes, tokens: bytes) -> None:
-        """Hand a block that is given up to the first store; a store that is full leaves it."""
-        self._put(self._levels[0].store, block, key, tokens)
+        """Hand a block that is given up to the first store; a store that is full leaves it.
+
+        Where it lies there already, it was used since: a beginning that never leaves the pool for
+        long would else be the first that the store gives up.
+        """
+        first = self._levels[0].store
+        if key in first:
+            first.touch(key)
+        else:
+            self._put(first, block, key, tokens)
 
     def keep(self, block: int, key: bytes, tokens: bytes, *, wait_s: float) -> bool:
-        """Hand a block to the store that outlives the process; return False where it is full."""
-        return self._put(self._levels[-1].store, block, key, tokens, wait_s)
+        """Hand a block to the store that outlives the process; return False where it is full.
+
+        This is for the end: the block that was used last comes first.
+        """
+        self._kept.append(key)
+        last = self._levels[-1].store
+        return key in last or self._put(last, block, key, tokens, wait_s)
 
     def _put(
         self, store: Store, block: int, key: bytes, tokens: bytes, wait_s: float = 0.0
     ) -> bool:
-        if key in store:
-            return True
         is_taken = store.put(key, tokens, self._backend.read_blocks([block])[0], wait_s=wait_s)
         self.num_stored += is_taken
         return is_taken
@@ -130,23 +148,25 @@ class KVTier:
     def load(self, keys: Sequence[bytes], tokens: Sequence[bytes]) -> U8:
         """Return the first of these blocks, [number, bytes], as many as the stores really have."""
         data: U8 = np.empty((0, 0), np.uint8)
-        num_loaded = 0
+        found: list[tuple[_Level, bytes]] = []
         spent: dict[int, list[float]] = {}  # by store, of each block
         for key, packed in zip(keys, tokens, strict=True):
             begin = self._clock()
             number, block = self._fetch(key, packed)
             if block is None:
                 break
-            if not num_loaded:
+            if not found:
                 data = np.empty((len(keys), block.nbytes), np.uint8)
-            data[num_loaded] = block
-            num_loaded += 1
+            data[len(found)] = block
+            found.append((self._levels[number], key))
             spent.setdefault(number, []).append(self._clock() - begin)
         for number, seconds in spent.items():
             level = self._levels[number]
             level.restore_s = _fade(level.restore_s, sum(seconds) / len(seconds))
-        self.num_restored += num_loaded
-        return data[:num_loaded]
+        for level, key in reversed(found):  # or the head of a sequence would go before its tail
+            level.store.touch(key)
+        self.num_restored += len(found)
+        return data[: len(found)]
 
     def _fetch(self, key: bytes, packed: bytes) -> tuple[int, U8 | None]:
         """Return a block and the number of the store that had it whole."""
@@ -157,11 +177,19 @@ class KVTier:
         return -1, None
 
     def close(self, timeout_s: float) -> None:
-        """Close the stores, the first one first: what it has may go to the next."""
+        """Close the stores, the first one first: what it has may go to the next.
+
+        What was used last went first, so that it gets there; then its age is put right.
+        """
         self.is_closed = True
         deadline = self._clock() + timeout_s
+        used = list(self._kept)
+        for level in self._levels[:-1]:
+            used += level.store.latest()
         for level in self._levels:
             level.store.close(max(deadline - self._clock(), 0.1))
+        for key in reversed(used):
+            self._levels[-1].store.touch(key)
 
 
 def _fade(mean: float, value: float) -> float:

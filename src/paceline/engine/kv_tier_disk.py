@@ -29,7 +29,8 @@ _MAGIC = b"paceline-kv-1\n\0\0"
 _TEMPORARY = ".new"
 _QUEUE_BYTES = 64 * 2**20  # blocks that wait for the disk, at most
 _SCAN_S = 0.5  # that look-ups wait for the list of a large folder, all together
-_PAUSE_S = 60.0  # without writing, after the disk refused
+_PAUSE_S = 60.0  # without writing, after the disk refused; doubled where it refuses again
+_MAX_PAUSE_S = 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,10 @@ class DiskStore:
     """Holds at most `max_bytes` in `path`; what was used longest ago goes first.
 
     The cache is only ever a help: a file that is cut or altered is a miss and is removed, a disk
-    that is full or fails costs a log line and a pause. Files are written under another name and
-    renamed, and never change: any number of processes may read them. One process at a time writes
-    and removes, the one that holds the lock; the names say for which model and format they are.
+    that is full, read-only or broken costs a log line and pauses without writing. Files are written
+    under another name and renamed, and never change: any number of processes may read them. One
+    process at a time writes and removes, the one that holds the lock; the names say for which model
+    and format they are.
     """
 
     is_lasting = True
@@ -65,6 +67,7 @@ class DiskStore:
         self._is_scanned = threading.Event()
         self._scan_by = 0.0  # until when look-ups wait for that; 0: none has asked yet
         self._is_closed = False
+        self._pause_s = 0.0  # of the latest refusal to write; 0: there was none since a success
         self._paused_until = 0.0
         self._queue: queue.Queue[tuple[bytes, bytes, U8] | None] = queue.Queue(
             max(1, _QUEUE_BYTES // block_bytes)
@@ -105,11 +108,6 @@ class DiskStore:
             if is_whole and data[: _HEAD.size].tobytes() == _head(key, data[_HEAD.size :]):
                 begin = _HEAD.size + len(tokens)
                 if data[_HEAD.size : begin].tobytes() == tokens:
-                    with suppress(OSError):
-                        os.utime(path)
-                    with self._lock:
-                        if key in self._sizes:
-                            self._sizes.move_to_end(key)
                     return data[begin:]
             log.warning("%s is cut or altered: it is removed and computed again", path)
         except FileNotFoundError:
@@ -119,6 +117,18 @@ class DiskStore:
             return None
         self._remove(key)
         return None
+
+    def touch(self, key: bytes) -> None:
+        """Count a block as used now, here and for whoever opens the folder later."""
+        with suppress(OSError):
+            _stamp(self._file(key))
+        with self._lock:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+
+    def latest(self) -> list[bytes]:
+        with self._lock:
+            return list(reversed(self._sizes))
 
     def settle(self) -> None:
         """Wait until all that was there is found, and all that was put is written or given up."""
@@ -166,7 +176,10 @@ class DiskStore:
                 self._sizes[key] = size
                 self._num_bytes += size
         if self.is_writer:
-            self._make_room(0)
+            try:
+                self._make_room(0)
+            except OSError as error:
+                self._pause(error)
 
     def _listed(self) -> Iterator[Path]:
         """Yield what lies where blocks do; a folder that is gone, or fails, has nothing."""
@@ -181,39 +194,67 @@ class DiskStore:
         temporary = path.with_name(path.name + _TEMPORARY)
         body = np.concatenate([np.frombuffer(tokens, np.uint8), block])
         size = _HEAD.size + body.nbytes
-        self._make_room(size)
         try:
+            self._make_room(size)
             path.parent.mkdir(exist_ok=True)
             with temporary.open("wb") as file:
                 file.write(_head(key, body))
                 file.write(body.data)
+            _stamp(temporary)
             temporary.replace(path)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()
-            self._paused_until = time.monotonic() + _PAUSE_S
-            log.warning("the KV tier cannot write to %s: %s; it pauses", self._path, error)
+            self._pause(error)
             return
+        if self._pause_s:
+            self._pause_s = 0.0
+            log.info("the KV tier writes to %s again", self._path)
         with self._lock:
             self._sizes[key] = size
             self._num_bytes += size
 
+    def _pause(self, error: OSError) -> None:
+        """Write nothing for a while, longer each time; of refusals in a row the first is told."""
+        if not self._pause_s:
+            log.warning(
+                "the KV tier cannot write to %s: %s; it goes on with what is there, and tries "
+                "again now and then",
+                self._path,
+                error,
+            )
+        self._pause_s = min(max(2 * self._pause_s, _PAUSE_S), _MAX_PAUSE_S)
+        self._paused_until = time.monotonic() + self._pause_s
+
     def _make_room(self, size: int) -> None:
-        while self._num_bytes + size > self._max_bytes and self._sizes:
+        """Remove files until so many bytes more fit. Raises OSError where one cannot be removed."""
+        while self._num_bytes + size > self._max_bytes:
             with self._lock:
-                key = next(iter(self._sizes))
-            self._remove(key)
+                key = next(iter(self._sizes), None)
+            if key is None:
+                return
+            self._file(key).unlink(missing_ok=True)
+            self._forget(key)
 
     def _remove(self, key: bytes) -> None:
         if self.is_writer:
             with suppress(OSError):
                 self._file(key).unlink()
+        self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
         with self._lock:
             self._num_bytes -= self._sizes.pop(key, 0)
 
     def _file(self, key: bytes) -> Path:
         name = key.hex()
         return self._path / name[:2] / name
+
+
+def _stamp(path: Path) -> None:
+    """Set when a file was used, finer than the clock that the kernel sets it by."""
+    now_ns = time.time_ns()
+    os.utime(path, ns=(now_ns, now_ns))
 
 
 def _head(key: bytes, body: U8) -> bytes:

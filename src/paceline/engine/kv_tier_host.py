@@ -51,6 +51,13 @@ class HostStore:
         self._blocks.move_to_end(key)
         return self._take(last=True)[2]
 
+    def touch(self, key: bytes) -> None:
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+
+    def latest(self) -> list[bytes]:
+        return list(reversed(self._blocks))
+
     def close(self, timeout_s: float) -> None:
         """Hand all to the store below, the latest first, as far as the time allows."""
         deadline = time.monotonic() + timeout_s
@@ -69,4 +76,7 @@ class HostStore:
         """Give a block to the store below; return False where it takes none."""
         if self._below is None:
             return False
-        return key in self._below or self._below.put(key, tokens, block, wait_s=wait_s)
+        if key in self._below:
+            self._below.touch(key)
+            return True
+        return self._below.put(key, tokens, block, wait_s=wait_s)

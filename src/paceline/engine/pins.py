@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from msgspec import Struct
 
@@ -37,21 +37,24 @@ class Pins:
     def tables(self) -> list[list[int]]:
         return list(self._held.values())
 
-    def check(self, num_tokens: int) -> None:
-        """Raise ParameterError unless so many tokens more may be pinned."""
-        held = {block for blocks in dict(self._held).values() for block in blocks}
-        num_held = len(held) * self._block_size
+    def blocks(self, names: Container[str] | None = None) -> set[int]:
+        """Return what the pins `names` hold, or all pins. May be called from any thread."""
+        held = dict(self._held).items()
+        return {block for name, own in held if names is None or name in names for block in own}
+
+    def check(self, num_held: int, num_more: int) -> None:
+        """Raise ParameterError unless so many tokens may be pinned beside those that are held."""
         limit = self._max_blocks * self._block_size
-        if num_held + num_tokens // self._block_size * self._block_size > limit:
+        if num_held + num_more > limit:
             raise ParameterError(
-                f"the pins hold {num_held} tokens, and {num_tokens} more are beyond {limit}, half "
+                f"the pins hold {num_held} tokens, and {num_more} more are beyond {limit}, half "
                 "of the KV cache: unpin one, or raise --kv-memory",
                 param="pin",
             )
 
     def hold(self, name: str, blocks: Sequence[int]) -> None:
         """Pin `blocks`, which somebody holds now, as far as the limit allows."""
-        held = {block for blocks in self._held.values() for block in blocks}
+        held = self.blocks()
         num_left = self._max_blocks - len(held)
         num_new = 0
         for i, block in enumerate(blocks):

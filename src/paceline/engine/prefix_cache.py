@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -235,21 +236,42 @@ class PrefixCache:
         if self._closest(parent, packed)[1] < num_rows:
             self._enter(seq.block_table[idx], _Entry(parent, packed, None))
 
+    def weigh_pin(
+        self, token_ids: Seq[int], cache_salt: str, names: Container[str] | None = None
+    ) -> tuple[int, int]:
+        """Return the tokens that the pins `names` hold, or all, and what one of a prompt would add.
+
+        Whole blocks, each once however many hold it. May be called from any thread.
+        """
+        held, size = self.pins.blocks(names), self._block_size
+        chain, num_blocks = self._new_chain(cache_salt), len(token_ids) // size
+        num_known = 0
+        while num_known < num_blocks:
+            if self._by_hash.get(self._lengthen(chain, token_ids, num_known)) not in held:
+                break
+            num_known += 1
+        return len(held) * size, (num_blocks - num_known) * size
+
     # ---- looking up ----
 
     def _chain(self, seq: Sequence) -> Chain:
         if seq.chain is None:
-            salt = seq.request.cache_salt.encode(errors="surrogatepass")
-            seq.chain = Chain(blake2b(self._identity + salt, digest_size=32).digest())
+            seq.chain = self._new_chain(seq.request.cache_salt)
         return seq.chain
+
+    def _new_chain(self, cache_salt: str) -> Chain:
+        salt = cache_salt.encode(errors="surrogatepass")
+        return Chain(blake2b(self._identity + salt, digest_size=32).digest())
 
     def _hash(self, seq: Sequence, block_idx: int) -> bytes:
         """Return the hash of a full block of `seq`, and of all before it."""
-        chain = self._chain(seq)
+        return self._lengthen(self._chain(seq), seq.token_ids, block_idx)
+
+    def _lengthen(self, chain: Chain, token_ids: Seq[int], block_idx: int) -> bytes:
         size = self._block_size
         while len(chain.hashes) <= block_idx:
             i = len(chain.hashes)
-            packed = _pack(seq.token_ids[i * size : (i + 1) * size])
+            packed = _pack(token_ids[i * size : (i + 1) * size])
             chain.hashes.append(blake2b(chain.parent(i) + packed, digest_size=32).digest())
             chain.packed.append(packed)
         return chain.hashes[block_idx]
@@ -371,7 +393,7 @@ def open_cache(
     )
 
 
-def _pack(token_ids: list[int]) -> bytes:
+def _pack(token_ids: Seq[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -68,6 +69,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.only: Container[str] | None = None  # ids of the requests that move on; None: all
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_tokens
@@ -116,11 +118,13 @@ class Scheduler:
         seq.state = State.FINISHED
 
     def schedule(self, now_ns: int) -> Schedule:
-        """Return the next step; it is empty only if there is no work."""
+        """Return the next step; it is empty only if there is no work for those that move on."""
         schedule = Schedule(now_ns)
         if self.cache is not None:
             self.cache.begin_step(self.running)
         order = self.policy.order(self.waiting, self.running, now_ns)
+        if self.only is not None:
+            order = [seq for seq in order if seq.request.id in self.only]
         self._place(order, schedule)
         self._give_tokens(order, schedule)
         for seq, _ in schedule.chunks:

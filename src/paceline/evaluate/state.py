@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 from paceline.catalog.store import home
 from paceline.errors import OutputError, ParameterError
+from paceline.lock import Lock
 
 
 def default_path(identity: Mapping[str, Any]) -> Path:
@@ -37,18 +37,16 @@ class State:
         self._option = option
         self._identity = json.loads(json.dumps(identity))
         self._items: dict[str, Any] = {}
-        self._fd = -1
+        self._lock = Lock(
+            path,
+            os.O_RDWR | os.O_CREAT | os.O_APPEND,
+            busy=f"another run writes the state {path}: wait for its end",
+        )
 
     def __enter__(self) -> State:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._close()
-            raise OutputError(
-                f"another run writes the state {self.path}: wait for its end"
-            ) from None
+            self._lock.take()
         except OSError as error:
             raise OutputError(
                 f"the state {self.path} cannot be written: {error.strerror}; name {self._option}"
@@ -56,7 +54,7 @@ class State:
         try:
             self._read()
         except BaseException:
-            self._close()
+            self._lock.release()
             raise
         return self
 
@@ -64,7 +62,7 @@ class State:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._close()
+        self._lock.release()
 
     def __contains__(self, key: str) -> bool:
         return key in self._items
@@ -104,21 +102,16 @@ class State:
                 f"{self.path} is the state of another evaluation (it differs in "
                 f"{', '.join(names)}): delete it, or name {self._option}"
             )
-        os.ftruncate(self._fd, len(whole))
+        os.ftruncate(self._lock.fd, len(whole))
         self.num_resumed = len(self._items)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         data = json.dumps(line).encode() + b"\n"
         try:
             while data:
-                data = data[os.write(self._fd, data) :]
+                data = data[os.write(self._lock.fd, data) :]
         except OSError as error:
             raise OutputError(
                 f"the state {self.path} cannot be written: {error.strerror}; make room and run "
                 "the same command again"
             ) from None
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1

@@ -25,13 +25,17 @@ _SMALL_BITS = 4.6  # a weight in the small formats: Q4_K_M, Q4_1
 _SLO_MARGIN = 1.6  # a step may take so many times what the streams' own tokens take
 _SLO_FLOOR = 17  # tokens: what `slo` always gives a prompt, and one stream
 
-# KV format -> the next smaller one, the share of its bytes that is left, and its price.
-_ROUNDED_KV = "quality, by the model: `paceline price MODEL --text FILE --kv f16,int8` tells it"
-_SMALLER_KV = {
-    "f32": ("f16", 0.5, "their rounding"),
-    "f16": ("int8", 0.52, _ROUNDED_KV),
-    "bf16": ("int8", 0.52, _ROUNDED_KV),
+# KV format -> the next smaller one, and the share of its bytes that is left.
+SMALLER_KV = {
+    "f32": ("f16", 0.5),
+    "f16": ("int8", 0.52),
+    "bf16": ("int8", 0.52),
+    "int8": ("k8v4", 0.79),
+    "fp8": ("k8v4", 0.79),
+    "k8v4": ("int4", 0.73),
 }
+# Mean KL to an f32 cache, in nats, of SmolLM2-135M: docs/levers/kv-quantisation.md.
+_KV_PRICES = {"int8": "0.0011", "fp8": "0.0089", "k8v4": "0.0056", "int4": "0.048"}
 
 Lever = Callable[[Situation], Proposal | None]
 
@@ -141,9 +145,9 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
 def smaller_kv(situation: Situation) -> Proposal | None:
     """Keys and values in fewer bits: more tokens in the same memory, fewer bytes to read."""
     server = situation.server
-    if server is None or server.kv_dtype not in _SMALLER_KV:
+    if server is None or server.kv_dtype not in SMALLER_KV:
         return None
-    smaller, left, price = _SMALLER_KV[server.kv_dtype]
+    smaller, left = SMALLER_KV[server.kv_dtype]
     with_room = rerun(num_blocks=int(server.num_blocks / left))
 
     def effect(situation: Situation) -> Predict:
@@ -161,8 +165,19 @@ def smaller_kv(situation: Situation) -> Proposal | None:
         change={"--kv-dtype": smaller},
         text=f"keys and values are kept in {server.kv_dtype}: {smaller} takes {left:.0%} of that",
         effect=effect,
-        price=price,
-        is_lossy=price == _ROUNDED_KV,
+        price=_kv_price(server.kv_dtype, smaller),
+        is_lossy=smaller in _KV_PRICES,
+    )
+
+
+def _kv_price(before: str, smaller: str) -> str:
+    """Return what a smaller format costs in quality, as far as it is known of another model."""
+    if smaller not in _KV_PRICES:
+        return "their rounding"
+    already = f", {_KV_PRICES[before]} in {before}" if before in _KV_PRICES else ""
+    return (
+        f"quality: with SmolLM2-135M the mean KL to an f32 cache is {_KV_PRICES[smaller]} nats"
+        f"{already}; `paceline price MODEL --text FILE --kv {before},{smaller}` tells your model's"
     )
 
 

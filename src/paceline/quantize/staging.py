@@ -7,7 +7,6 @@ journal counts whole tensors only and is written after their bytes are on the di
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import OutputError, ParameterError
+from paceline.lock import Lock
 
 _JOURNAL = "progress.json"
 _GGUF = b"GGUF"  # the first bytes of such a file
@@ -37,21 +37,17 @@ class Staging:
         self.num_done = 0  # tensors that an earlier run left
         self._identity = identity
         self._force = force
-        self._lock = -1
+        self._lock = Lock(self.folder, busy=f"another run is writing {out}: wait for its end")
 
     def __enter__(self) -> Staging:
         refuse_existing(self.out, self._force)
         with _explained(self.out):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY)
+            self._lock.take()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.num_done = self._read_journal()
-        except BlockingIOError:
-            self._unlock()
-            raise OutputError(f"another run is writing {self.out}: wait for its end") from None
-        except OutputError:
-            self._unlock()
+        except BaseException:
+            self._lock.release()
             raise
         return self
 
@@ -59,12 +55,7 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
     def _read_journal(self) -> int:
         """Tensors of the same work that are there; anything else in the folder is cleared."""

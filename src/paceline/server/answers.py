@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING
 
 from fastapi import Request as HttpRequest
@@ -193,16 +193,15 @@ class Answers:
             "x-request-id": call.request_id,
             "server-timing": server_timing(call, call.mark_ns),
         }
+        if asked.background is not None:
+            uses = http.scope["state"][USES].pop_all()
+            return self._leave(asked, generation, writer=writer, headers=headers, uses=uses)
         if request.stream:
             events = self._stream(generation, writer)
             return EventStream(
                 generation, events, headers,
                 failure=lambda error: writer.failure(as_api_error(asked.in_its_words(error))),
             )  # fmt: skip
-        if asked.background is not None:
-            work = self._unattended(generation, http.scope["state"][USES].pop_all())
-            body = asked.background.begin(writer, generation, work)
-            return Response(body, media_type="application/json", headers=headers)
         return await self._collect(http, generation, writer, headers)
 
     def _frame(self, prepared: Prepared, call: Call, *, wants_figures: bool) -> Frame:
@@ -319,14 +318,38 @@ class Answers:
         headers["server-timing"] = server_timing(generation.call, time.monotonic_ns())
         return Response(body, media_type="application/json", headers=headers)
 
-    async def _unattended(self, generation: Generation, uses: ExitStack) -> list[Choice]:
-        """Return the choices of a call that counts as open, and uses its model, until then."""
-        self._num_open += 1
-        try:
-            with uses:
-                return await _choices(generation, None)
-        finally:
-            self._num_open -= 1
+    def _leave(
+        self,
+        asked: Asked,
+        generation: Generation,
+        *,
+        writer: Writer,
+        headers: dict[str, str],
+        uses: ExitStack,
+    ) -> Response:
+        """Leave the answer to the background, where the call counts as open and has its `uses`."""
+        assert asked.background is not None
+
+        async def made() -> None:
+            self._num_open += 1
+            try:
+                with uses, own_words(asked):
+                    writer.whole(await _choices(generation, None), generation.n)
+            finally:
+                self._num_open -= 1
+
+        async def told() -> AsyncGenerator[bytes, None]:
+            stream = self._stream(generation, writer)
+            with uses, own_words(asked):
+                async with generation.attended(None), aclosing(stream) as events:
+                    async for data in events:
+                        yield data
+
+        if not asked.request.stream:
+            body = asked.background.begin(writer, generation, made())
+            return Response(body, media_type="application/json", headers=headers)
+        followed = asked.background.stream(writer, generation, told())
+        return EventStream(followed, followed.events(), headers, failure=followed.failure)
 
 
 async def _choices(generation: Generation, receive: Receive | None) -> list[Choice]:

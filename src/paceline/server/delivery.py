@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import BackendError, PacelineError
 from paceline.server.calls import Call
@@ -22,6 +22,13 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 class ClientGoneError(Exception):
     """The client hung up; nobody is left to answer."""
+
+
+class Attended(Protocol):
+    """What a client waits for."""
+
+    def attended(self, receive: Receive) -> AbstractAsyncContextManager[None]:
+        """While inside, a client that hangs up is noticed."""
 
 
 class Outbox:

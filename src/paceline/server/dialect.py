@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from paceline.completion import Choice
 from paceline.errors import PacelineError
+from paceline.server.delivery import Attended
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.schema import ChatRequest, CompletionRequest
 from paceline.text.reasoning import Opening, Thought, ThoughtCount, ThoughtReader
@@ -72,13 +73,28 @@ class Writer(Protocol):
         """Return the end of a stream that failed."""
 
 
+class Followed(Attended, Protocol):
+    """Events that are made whether or not somebody reads them."""
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the end for a reader that cannot read on."""
+
+
 class Afterwards(Protocol):
     """Takes over answers that are made while nobody waits for them."""
 
-    def begin(
-        self, writer: Any, generation: Generation, work: Coroutine[Any, Any, Sequence[Choice]]
-    ) -> bytes:
-        """Return what the client is told at once. Precondition: `writer` is of its own dialect."""
+    def begin(self, writer: Any, generation: Generation, work: Coroutine[Any, Any, Any]) -> bytes:
+        """Return what the client is told at once. Precondition: `writer` is of its own dialect.
+
+        `work` has the writer write the whole answer.
+        """
+
+    def stream(
+        self, writer: Any, generation: Generation, events: AsyncGenerator[bytes, None]
+    ) -> Followed:
+        """Return what the client is told by and by, of events that are made without it, too."""
 
 
 class Asked(Protocol):

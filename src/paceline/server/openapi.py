@@ -91,7 +91,7 @@ def _responses(
         good: dict[str, Any] = {"content": {operation.answer: {"schema": {"type": "string"}}}}
     else:
         good = _content(schemas[operation.answer])
-    if operation.streams:
+    if operation.streams or "stream" in operation.query:
         good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     error = shapes.MessageError if path.startswith("/v1/messages") else shapes.Error
     statuses = {*operation.statuses, *((401,) if has_keys and path not in _open_paths() else ())}

@@ -87,8 +87,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         answer=shapes.ResponseAnswer, statuses=_CALL, streams=True,
     ),
     ("get", "/v1/responses/{response_id}"): Operation(
-        summary="A response that is kept", answer=shapes.ResponseAnswer, statuses=(400, 404),
-        query={"stream": {"enum": [False]}},
+        summary="A response that is kept, or its events", answer=shapes.ResponseAnswer,
+        statuses=(400, 404, 429),
+        query={
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0},
+            "include_obfuscation": {"type": "boolean"},
+        },
     ),
     ("delete", "/v1/responses/{response_id}"): Operation(
         summary="Forget a response", answer=shapes.Deleted, statuses=(404,)
@@ -121,7 +126,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("get", "/v1/trace"): Operation(
         summary="The last steps and calls, for Perfetto", answer=dict[str, Any],
-        statuses=(400, 404),
+        statuses=(400, 404, 429),
         query={
             "last_s": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
             "model": _MODEL,

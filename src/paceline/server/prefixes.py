@@ -19,7 +19,7 @@ from paceline.errors import PacelineError, ParameterError
 from paceline.server.answers import Answers
 from paceline.server.conversation import encode_conversation
 from paceline.server.dialect import Frame
-from paceline.server.door import tenant
+from paceline.server.door import cache_salt, tenant
 from paceline.server.errors import ApiError
 from paceline.server.openai import Formatter
 from paceline.server.schema import CompletionRequest, parse
@@ -169,7 +169,7 @@ class PrefixRoutes:
         prefix = blake2b(msgspec.json.encode([ids, given.cache_salt]), digest_size=16).digest()
         known = self._pin_of(owner, prefix) if given.pin else None
         if given.pin and known is None:
-            self._check_pin(owner, len(ids))
+            self._check_pin(owner, ids, cache_salt(scope, given.cache_salt))
         request = CompletionRequest(
             model=given.model, prompt=ids, max_tokens=1, temperature=0.0, ignore_eos=True,
             cache_salt=given.cache_salt, priority=given.priority, deadline_ms=given.deadline_ms,
@@ -188,20 +188,20 @@ class PrefixRoutes:
             None,
         )
 
-    def _check_pin(self, owner: str, num_tokens: int) -> None:
+    def _check_pin(self, owner: str, ids: list[int], salt: str) -> None:
         """Raise ApiError where there is nothing to pin, or this key's share is used up."""
         engine, block_size = self._loaded.engine, self._loaded.config.block_size
-        if num_tokens < block_size:
+        if len(ids) < block_size:
             raise ApiError(
-                400, f"the prompt has {num_tokens} tokens, and pins hold whole blocks of "
+                400, f"the prompt has {len(ids)} tokens, and pins hold whole blocks of "
                 f"{block_size}: there is nothing to pin", param="pin",
             )  # fmt: skip
-        pins = engine.pins()
-        own = sum(pins.get(n, 0) for n, entry in self._entries.items() if entry.owner == owner)
+        names = {name for name, entry in self._entries.items() if entry.owner == owner}
+        own, more = engine.weigh_pin(ids, salt, names)
         share = engine.stats().num_blocks * block_size // 2 // self._num_tenants
-        if self._num_tenants > 1 and own + num_tokens > share:
+        if self._num_tenants > 1 and own + more > share:
             raise ApiError(
-                400, f"this key's pins hold {own} tokens, and {num_tokens} more are beyond its "
+                400, f"this key's pins hold {own} tokens, and {more} more are beyond its "
                 f"share of {share}: unpin one, or raise --kv-memory", param="pin",
             )  # fmt: skip
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from paceline import __version__
 from paceline.measure.bandwidth import read_bandwidth
@@ -20,11 +22,14 @@ from paceline.server.errors import ApiError
 from paceline.server.live import NUM_LISTED, RANKS
 from paceline.server.running import RunningCalls
 from paceline.server.timeline import describe, timeline
-from paceline.server.trace import chrome_trace, encoded
+from paceline.server.trace import trace_pieces
 
 if TYPE_CHECKING:
     from paceline.server.metrics import Metrics
     from paceline.server.models.models import Models
+
+MAX_TRACES = 8  # at once: each keeps the steps that it has not told yet
+TRACE_TIMEOUT_S = 60.0  # for a client to read one
 
 
 class Observer(Protocol):
@@ -49,6 +54,8 @@ class Reports:
         self._running = RunningCalls(lambda call: self._books[call.model].engine)
         self._bandwidth: float | None = None  # None: not measured yet
         self._measuring = asyncio.Lock()
+        self._making = asyncio.Lock()  # a long report, or a piece of one
+        self._num_traces = 0  # that are being read
         self._metrics: dict[str, Metrics] = {}
         self._observers = tuple(observers)
 
@@ -74,8 +81,11 @@ class Reports:
                 code="request_not_found",
             )
         recorder = self._books[call.model].recorder
-        body = timeline(call, None if recorder is None else recorder.log, after_step=after)
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        log = None if recorder is None else recorder.log
+        # Of many choices in a full log it takes tenths of a second: not on the streams' thread.
+        async with self._making:
+            body = await asyncio.to_thread(timeline, call, log, after_step=after)
+        return Response(body, media_type="application/json")
 
     async def trace(self, http: HttpRequest, last_s: str = "60", model: str = "") -> Response:
         """A model's steps and finished calls of the last `last_s` seconds, for Perfetto."""
@@ -89,11 +99,31 @@ class Reports:
             raise ApiError(404, f"{books.name} has not been loaded yet: it has no trace")
         if recorder is None:
             raise ApiError(404, "this server runs with --no-ledger: it has no trace")
+        if self._num_traces >= MAX_TRACES:
+            raise ApiError(
+                429, f"{MAX_TRACES} traces are being read: try again later", retry_after_s=1
+            )
         steps = recorder.log.since(since_ns)
         calls = [call for call in books.calls if call.end_ns > since_ns]
-        # A full log takes tenths of a second to write: not on the streams' thread.
-        body = await asyncio.to_thread(lambda: encoded(chrome_trace(steps, calls, about)))
-        return Response(body, media_type="application/json")
+        told = self._told(trace_pieces(steps, calls, about))
+        return _TimedStream(told, media_type="application/json")
+
+    async def _told(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Yield pieces of a trace. A full log takes tenths of a second: not on the streams' thread.
+
+        One piece is made at a time, whoever asks, so that threads which work on traces do not
+        outnumber those that wait for the interpreter with tokens.
+        """
+        self._num_traces += 1
+        try:
+            while True:
+                async with self._making:
+                    piece = await asyncio.to_thread(next, pieces, b"")
+                if not piece:
+                    return
+                yield piece
+        finally:
+            self._num_traces -= 1
 
     async def metrics(self) -> Response:
         """Prometheus' text format, of all models."""
@@ -178,6 +208,15 @@ class Reports:
         books.meters.observe(call)
         for observer in self._observers:
             observer.write(call)
+
+
+class _TimedStream(StreamingResponse):
+    """A stream that a client has TRACE_TIMEOUT_S to read; its connection is closed after that."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TRACE_TIMEOUT_S):
+                await super().__call__(scope, receive, send)
 
 
 def _refuse_unknown(http: HttpRequest, known: tuple[str, ...]) -> None:

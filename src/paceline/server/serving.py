@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from paceline.server.answers import STOP_TIMEOUT_S
+from paceline.server.collecting import IdleCollector
 from paceline.server.door import Life
 from paceline.server.protocol import BoundedProtocol
 
@@ -40,7 +41,9 @@ def serve(
         ssl_certfile=None if tls is None else tls.cert,
         ssl_keyfile=None if tls is None else tls.key,
     )  # fmt: skip
-    GracefulServer(config, stop, life=life, grace_s=grace_s).run(sockets=[listener])
+    with IdleCollector() as collector:
+        server = GracefulServer(config, stop, life=life, grace_s=grace_s, collector=collector)
+        server.run(sockets=[listener])
 
 
 class GracefulServer(uvicorn.Server):
@@ -54,12 +57,19 @@ class GracefulServer(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, stop: Callable[[], None], *, life: Life, grace_s: float
+        self,
+        config: uvicorn.Config,
+        stop: Callable[[], None],
+        *,
+        life: Life,
+        grace_s: float,
+        collector: IdleCollector,
     ) -> None:
         super().__init__(config)
         self._stop = stop
         self._life = life
         self._grace_s = grace_s
+        self._collector = collector
         self._deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -74,6 +84,7 @@ class GracefulServer(uvicorn.Server):
         if self._life.is_draining and not self.should_exit:
             is_over = time.monotonic() >= self._deadline
             self.should_exit = is_over or not self._life.num_calls
+        self._collector.look(is_idle=not self._life.num_calls)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.server.delivery import ClientGoneError, Generation
+from paceline.server.delivery import Attended, ClientGoneError
 from paceline.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        attended: Attended,
         events: AsyncGenerator[bytes, None],
         headers: dict[str, str],
         *,
@@ -45,12 +45,12 @@ class EventStream(Response):
         fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={**fixed, **headers})
         del self.headers["content-length"]
-        self._generation = generation
+        self._attended = attended
         self._events = events
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._generation.attended(receive):
+        async with self._attended.attended(receive):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async with aclosing(self._events) as events:

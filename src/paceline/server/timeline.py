@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from paceline.measure.ledger import Ledger, Part
-from paceline.measure.steps import StepLog, StepRecord
+from paceline.measure.steps import Chunk, StepLog, StepRecord
 from paceline.server.calls import Call
 
 
@@ -38,19 +40,19 @@ def describe(call: Call) -> dict[str, Any]:
     }
 
 
-def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> dict[str, Any]:
+def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> bytes:
     """Return `describe(call)`, its choices, and each of their steps that is still remembered.
 
-    Steps up to number `after_step` are left out: a reader that comes again has them.
+    Steps up to number `after_step` are left out: a reader that comes again has them. It is JSON,
+    made a choice at a time: encoding a thousand of them in one would hold up other threads.
     """
     records = [] if steps is None else steps.since(call.begin_ns)
+    found = _steps_by_choice(call, records)
     choices = []
     for idx, ended in sorted(call.choices.items()):
-        prompt, choice = divmod(idx, call.n)
-        request_id = engine_id(call.id, prompt)
-        taken = _steps_of(records, request_id, choice)
+        taken = found[_key(call, idx)]
         num_over = 0 if ended.ledger is None else _num_over(ended.ledger, records)
-        choices.append({
+        choices.append(msgspec.json.encode({
             "index": idx,
             "finish_reason": ended.finish_reason,
             "prompt_tokens": ended.usage.prompt_tokens,
@@ -60,12 +62,10 @@ def timeline(call: Call, steps: StepLog | None, *, after_step: int = -1) -> dict
             "num_steps": max(num_over, len(taken)),  # of a running call more may be over by now
             "num_steps_forgotten": max(num_over - len(taken), 0),
             "steps": [
-                _step(call, record, request_id, choice)
-                for record in taken
-                if record.number > after_step
+                _step(call, record, own) for record, own in taken if record.number > after_step
             ],
-        })  # fmt: skip
-    return {**describe(call), "choices": choices}
+        }))  # fmt: skip
+    return msgspec.json.encode(describe(call))[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
 
 
 def engine_id(answer_id: str, prompt_idx: int) -> str:
@@ -80,16 +80,28 @@ def _num_over(ledger: Ledger, records: Sequence[StepRecord]) -> int:
     return ledger.num_steps - is_in_step
 
 
-def _steps_of(records: Iterable[StepRecord], request_id: str, choice: int) -> list[StepRecord]:
-    return [
-        record
-        for record in records
-        if any(c.request_id == request_id and c.choice == choice for c in record.chunks)
-    ]
+def _key(call: Call, choice_idx: int) -> tuple[str, int]:
+    """Return the request and the choice in the engine of one choice of a call."""
+    prompt, choice = divmod(choice_idx, call.n)
+    return engine_id(call.id, prompt), choice
 
 
-def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[str, Any]:
-    own = next(c for c in record.chunks if (c.request_id, c.choice) == (request_id, choice))
+def _steps_by_choice(
+    call: Call, records: Iterable[StepRecord]
+) -> dict[tuple[str, int], list[tuple[StepRecord, Chunk]]]:
+    """Return the steps of each choice of a call, and its chunk in them, in one look at all."""
+    found: dict[tuple[str, int], list[tuple[StepRecord, Chunk]]] = {
+        _key(call, idx): [] for idx in call.choices
+    }
+    for record in records:
+        for chunk in record.chunks:
+            steps = found.get((chunk.request_id, chunk.choice))
+            if steps is not None:
+                steps.append((record, chunk))
+    return found
+
+
+def _step(call: Call, record: StepRecord, own: Chunk) -> dict[str, Any]:
     in_step = record.tokens_by_kind()
     return {
         "step": record.number,
@@ -98,7 +110,7 @@ def _step(call: Call, record: StepRecord, request_id: str, choice: int) -> dict[
         "kind": own.kind.label,
         "num_tokens": own.num_tokens,
         "num_drafted": own.num_drafted,
-        "new_tokens": own.is_last + record.num_confirmed.get((request_id, choice), 0),
+        "new_tokens": own.is_last + record.num_confirmed.get((own.request_id, own.choice), 0),
         "step_tokens": {kind.label: count for kind, count in in_step.items() if count},
         "num_seqs": len(record.chunks),
     }

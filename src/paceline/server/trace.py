@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -17,45 +18,38 @@ _EVENTS_A_PIECE = 256
 Event = dict[str, Any]
 
 
-def chrome_trace(
-    steps: Iterable[StepRecord], calls: Iterable[Call], about: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the trace of these steps and finished calls; time zero is the earliest of them.
+def trace_pieces(
+    steps: Sequence[StepRecord], calls: Iterable[Call], about: dict[str, Any]
+) -> Iterator[bytes]:
+    """Yield the trace of these steps and finished calls as JSON; time zero is the earliest of them.
 
-    `about` describes the server; viewers show it as it is.
+    `about` describes the server; viewers show it as it is. Each piece takes about a millisecond to
+    make: a full log in one, some megabytes, would hold up other threads and stay in the allocator.
 
     The engine is one row: steps, and their phases inside them. Each call has a row as long as it
     lasts: its phases, and inside them its chunks, each from its step's begin to its sampling.
     """
-    steps, calls = list(steps), sorted(calls, key=lambda call: call.begin_ns)
+    calls = sorted(calls, key=lambda call: call.begin_ns)
     begins = [step.start_ns for step in steps[:1]] + [call.begin_ns for call in calls[:1]]
-    zero_ns = min(begins, default=0)
-    events: list[Event] = [
-        _name("process_name", _ENGINE, 0, "engine"),
-        _name("thread_name", _ENGINE, 1, "steps"),
-        _name("process_name", _CALLS, 0, "calls"),
-    ]
+    zero_ns = min(begins, default=0)  # by the monotonic clock
+    events = _events(steps, calls, zero_ns)
+    before = b'{"traceEvents":['
+    while batch := list(islice(events, _EVENTS_A_PIECE)):
+        yield before + msgspec.json.encode(batch)[1:-1]
+        before = b","
+    rest = {"displayTimeUnit": "ms", "otherData": {"paceline": about, "zero_ns": zero_ns}}
+    yield b"]," + msgspec.json.encode(rest)[1:]
+
+
+def _events(steps: Sequence[StepRecord], calls: Sequence[Call], zero_ns: int) -> Iterator[Event]:
+    yield _name("process_name", _ENGINE, 0, "engine")
+    yield _name("thread_name", _ENGINE, 1, "steps")
+    yield _name("process_name", _CALLS, 0, "calls")
     for step in steps:
-        events += _step_events(step, zero_ns)
-    rows = _rows(calls)
+        yield from _step_events(step, zero_ns)
     chunks = _chunks_by_request(steps)
-    for call, row in zip(calls, rows, strict=True):
-        events += _call_events(call, row, chunks, zero_ns)
-    return {
-        "traceEvents": events, "displayTimeUnit": "ms",
-        "otherData": {"paceline": about, "zero_ns": zero_ns},  # by the monotonic clock
-    }  # fmt: skip
-
-
-def encoded(trace: dict[str, Any]) -> bytes:
-    """Return a trace as JSON, made in pieces: in one it would hold up other threads."""
-    events = trace["traceEvents"]
-    pieces = [
-        msgspec.json.encode(events[begin : begin + _EVENTS_A_PIECE])[1:-1]
-        for begin in range(0, len(events), _EVENTS_A_PIECE)
-    ]
-    rest = {name: value for name, value in trace.items() if name != "traceEvents"}
-    return b'{"traceEvents":[' + b",".join(pieces) + b"]," + msgspec.json.encode(rest)[1:]
+    for call, row in zip(calls, _rows(calls), strict=True):
+        yield from _call_events(call, row, chunks, zero_ns)
 
 
 def _step_events(step: StepRecord, zero_ns: int) -> Iterator[Event]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,10 @@ from paceline.text.spm import SPACE
 from paceline.text.tokenizer import Tokenizer
 from paceline.weights.checkpoint import HFTokenizerData
 
+# The library keeps the GIL while it encodes a text, half a second and more for a megabyte, and lets
+# it go for batches alone: so a text that long is a batch of one.
+_LONG_CHARS = 2048
+
 
 class HFCodec:
     """Encodes with the library; decodes from the token texts, so that streams see whole bytes."""
@@ -26,7 +29,8 @@ class HFCodec:
         size = max([backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         self.tokens = [backend.id_to_token(i) or "" for i in range(size)]
         self._backend = backend
-        self._lock = threading.Lock()  # encode_special_tokens is a switch of the whole object
+        self._plain = _twin(backend)
+        self._plain.encode_special_tokens = True  # as the letters that they are
         self._added_ids = frozenset(added)
         self._literals = Literals(self.special)
         self._trims_right = frozenset(i for i, token in added.items() if token.rstrip)
@@ -87,10 +91,28 @@ class HFCodec:
         raise TokenizerError("tokenizer.json has a post-processor that changes the text's own ids")
 
     def _encode(self, text: str, *, parse_special: bool) -> list[int]:
-        with self._lock:
-            self._backend.encode_special_tokens = not parse_special
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        backend = self._backend if parse_special else self._plain
+        if len(text) < _LONG_CHARS:
+            return backend.encode(text, add_special_tokens=False).ids
+        [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
+
+def _twin(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer with the same ids and the same vocabulary in memory, set by itself.
+
+    To read markers as text is a setting of the whole object. Switched to and fro it needs a lock,
+    and a short text would wait for the long one of somebody else.
+    """
+    twin = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        twin.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        twin.pre_tokenizer = backend.pre_tokenizer
+    added = backend.get_added_tokens_decoder()
+    twin.add_tokens([added[token_id] for token_id in sorted(added)])
+    assert twin.get_added_tokens_decoder().keys() == added.keys()
+    return twin
 
 
 def build_hf(data: HFTokenizerData) -> Tokenizer:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.speculation.base import Draft
 from paceline.engine.speculation.rows import DraftRows
+from paceline.policies.base import Budget, Policy
 
 if TYPE_CHECKING:
     from paceline.engine.scheduler import Schedule
@@ -21,12 +22,14 @@ class Forcing:
 
     Their K and V are needed all the same, so they cost a row each and save a step each. They are
     chosen from their rows like any other token, under the same masks: a grammar that was wrong
-    about them costs rows and changes nothing.
+    about them costs rows and changes nothing. Beside other sequences that decode they are as many
+    as the policy would let a prompt compute.
     """
 
-    def __init__(self, rows: DraftRows, clock: Callable[[], int]) -> None:
+    def __init__(self, rows: DraftRows, policy: Policy, clock: Callable[[], int]) -> None:
         self.num_tokens = 0  # that came without a step of their own
         self._rows = rows
+        self._policy = policy
         self._clock = clock
         self._drafted: list[Sequence] = []
 
@@ -35,16 +38,23 @@ class Forcing:
         begin_ns = self._clock()
         self._drafted = []
         drafts: list[tuple[Sequence, Draft]] = []
-        num_left = self._rows.num_left(schedule)
         if any(seq.unscored(n) for seq, n in schedule.chunks):
             return
+        budget = Budget(
+            self._rows.num_left(schedule),
+            num_decodes=schedule.num_tokens - schedule.num_prefill_tokens - 1,
+            num_prefill=schedule.num_prefill_tokens,
+        )
         for seq, n in schedule.chunks:
-            limit = 0 if seq.grammar is None else min(num_left, self._rows.limit(seq, n))
+            limit = 0 if seq.grammar is None else self._rows.limit(seq, n)
+            if limit > 0:
+                limit = min(limit, self._policy.quota(seq, budget), budget.num_left)
             tokens = _forced(seq, limit) if limit > 0 else []
             length = self._rows.take(seq, len(tokens)) if tokens else 0
             if length > 0:
                 drafts.append((seq, Draft(tokens[:length], is_forced=True)))
-                num_left -= length
+                budget.num_left -= length
+                budget.num_prefill += length
         if drafts:
             self._drafted = [seq for seq, _ in drafts]
             self._rows.attach(schedule, drafts)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from paceline.server.answers import Read
-from paceline.server.body import is_short
+from paceline.server.body import is_short, request_id
 from paceline.server.door import Life, tenant
 from paceline.server.errors import ApiError
 from paceline.server.responses.background import Background
 from paceline.server.responses.store import ResponseStore, Stored
 from paceline.server.responses.translate import read_response
+from paceline.server.sse import EventStream
+
+_Item = tuple[str, msgspec.Raw]  # with its id
 
 _MAX_LISTED = 100
 _LISTED = 20  # where no limit is given
@@ -45,13 +49,17 @@ class ResponseRoutes:
         )  # fmt: skip
 
     async def retrieve(self, response_id: str, http: HttpRequest) -> Response:
-        query = _query(http, "stream")
-        if query.get("stream", "false") != "false":
-            raise ApiError(
-                400, "stream: a response that is kept is whole, ask for it without", param="stream",
-                code="unsupported_parameter",
-            )  # fmt: skip
+        """Return a response that is kept, or its events, if it was made in the background."""
+        query = _query(http, "stream", "starting_after", "include_obfuscation")
         stored = self._find(response_id, http)
+        _flag(query, "include_obfuscation")  # nothing is obfuscated
+        if _flag(query, "stream"):
+            number = 1 + _number(query["starting_after"]) if "starting_after" in query else 0
+            followed = self.background.logs.follow(response_id, number)
+            headers = {"x-request-id": request_id(http)}
+            return EventStream(followed, followed.events(), headers, failure=followed.failure)
+        for name in query.keys() - {"stream"}:
+            raise ApiError(400, f"{name} needs stream=true", param=name)
         job = self.background.find(response_id)
         return _json(stored.body if job is None else job.body)
 
@@ -62,6 +70,7 @@ class ResponseRoutes:
         if (job := self.background.find(response_id)) is not None:
             job.is_unwanted = True
             await job.cancel()
+        self.background.logs.drop(response_id)
         body = {"id": response_id, "object": "response", "deleted": True}
         return _json(msgspec.json.encode(body))
 
@@ -81,7 +90,8 @@ class ResponseRoutes:
     async def input_items(self, response_id: str, http: HttpRequest) -> Response:
         """List the items that the answer followed, those of earlier responses included."""
         query = _query(http, "after", "limit", "order")
-        items = self._find(response_id, http).items()
+        # A long conversation takes its time to read: not on the streams' thread.
+        items = await asyncio.to_thread(self._find(response_id, http).listed)
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order is {order[:80]!r}: choose asc or desc", param="order")
@@ -93,9 +103,9 @@ class ResponseRoutes:
         page = items[:limit]
         body = {
             "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
+            "data": [item for _, item in page],
+            "first_id": page[0][0] if page else None,
+            "last_id": page[-1][0] if page else None,
             "has_more": len(items) > limit,
         }
         return _json(msgspec.json.encode(body))
@@ -123,9 +133,25 @@ def _query(http: HttpRequest, *known: str) -> dict[str, str]:
     return dict(http.query_params)
 
 
-def _after(items: list[dict[str, Any]], item_id: str) -> list[dict[str, Any]]:
-    for i, item in enumerate(items):
-        if item["id"] == item_id:
+def _flag(query: Mapping[str, str], name: str) -> bool:
+    value = query.get(name, "false")
+    if value not in ("true", "false"):
+        raise ApiError(400, f"{name} is {value[:80]!r}: it must be true or false", param=name)
+    return value == "true"
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise ApiError(
+            400, f"starting_after is {text[:80]!r}: it must be the number of an event, from 0 on",
+            param="starting_after",
+        )  # fmt: skip
+    return int(text)
+
+
+def _after(items: list[_Item], item_id: str) -> list[_Item]:
+    for i, (name, _) in enumerate(items):
+        if name == item_id:
             return items[i + 1 :]
     raise ApiError(400, f"after is {item_id[:80]!r}: no item has that id", param="after")
 

@@ -12,6 +12,14 @@ MAX_RESPONSES = 1024
 MAX_BYTES = 64 * 2**20
 
 
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _State(msgspec.Struct):
+    status: str
+
+
 class Stored(msgspec.Struct, frozen=True):
     """A response and the items that were sent before it, both as JSON: objects take more room."""
 
@@ -28,13 +36,17 @@ class Stored(msgspec.Struct, frozen=True):
 
     @property
     def status(self) -> str:
-        status: str = msgspec.json.decode(self.body)["status"]
-        return status
+        return msgspec.json.decode(self.body, type=_State).status
 
     def items(self) -> list[dict[str, Any]]:
         """Return the items before the answer."""
         items: list[dict[str, Any]] = msgspec.json.decode(self.sent)
         return items
+
+    def listed(self) -> list[tuple[str, msgspec.Raw]]:
+        """Return the items before the answer as JSON, each with its id: there may be megabytes."""
+        items = msgspec.json.decode(self.sent, type=list[msgspec.Raw])
+        return [(msgspec.json.decode(item, type=_Named).id, item) for item in items]
 
 
 class ResponseStore:

@@ -131,11 +131,6 @@ def read_response(
 
 def _check_background(request: ResponseRequest) -> None:
     """Raise ApiError for what cannot be had of a response that nobody waits for."""
-    if request.stream:
-        raise ApiError(
-            400, "stream and background are both true: leave out stream, and ask for the response "
-            "by its id until it has ended", param="stream",
-        )  # fmt: skip
     if request.store is False:
         raise ApiError(
             400, "store is false and background is true: the response could not be asked for, "

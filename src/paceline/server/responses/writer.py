@@ -44,9 +44,10 @@ _TEXTS = {
 class ResponseWriter:
     """A Writer of /v1/responses. `echo` are fields that every response has as they were asked.
 
-    In a stream each item is done before the next is added, and events are numbered. `keep` is
-    called with the id and the JSON of the response when it is whole, and of one that is made in the
-    background whenever its state changes; with None where it is to be forgotten.
+    In a stream each item is done before the next is added, and events are numbered; one in the
+    background is queued at first. `keep` is called with the id and the JSON of the response when it
+    is whole, and of one that is made in the background whenever its state changes; with None where
+    it is to be forgotten.
     """
 
     quiet_s: float | None = None
@@ -58,6 +59,7 @@ class ResponseWriter:
         self._reader = PieceReader(frame)
         self._created_at = int(time.time())
         self._output: list[dict[str, Any]] = []
+        self._is_queued = False  # its stream has not told of its begin
         self._is_open = False  # the last item of the output is being written
         self._is_cut = False
         self._num_events = 0
@@ -68,12 +70,19 @@ class ResponseWriter:
         return self._finished(choice.usage)[1]
 
     def opening(self, num_choices: int) -> bytes:
-        response = self._response("in_progress", usage=None)
-        kinds = ("response.created", "response.in_progress")
+        self._is_queued = bool(self._echo.get("background"))
+        status: Status = "queued" if self._is_queued else "in_progress"
+        response = self._response(status, usage=None)
+        kinds = ("response.created", f"response.{status}")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def chunks(self, index: int, delta: Delta) -> bytes:
-        return self._write(delta.text, delta.finish_reason, delta.token_ids)
+        begun = b""
+        if self._is_queued:
+            self._is_queued = False
+            response = self._response("in_progress", usage=None)
+            begun = self._event("response.in_progress", response=response)
+        return begun + self._write(delta.text, delta.finish_reason, delta.token_ids)
 
     def idle(self) -> bytes:
         return b""
@@ -84,16 +93,19 @@ class ResponseWriter:
         return self._event(f"response.{status}", response=msgspec.Raw(body))
 
     def failure(self, error: ApiError) -> bytes:
-        told = self._event("error", code=error.code, message=str(error), param=error.param)
-        return told + self._event("response.failed", response=self._failed(error))
+        return self.broken(error) + self._event("response.failed", response=self._failed(error))
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return the event that says why no more will come."""
+        return self._event("error", code=error.code, message=str(error), param=error.param)
 
     @property
     def response_id(self) -> str:
         return self._frame.answer_id
 
     def pending(self, status: Status) -> bytes:
-        """Return the response as long as there is nothing of it but its state."""
-        return _encode(self._response(status, usage=None))
+        """Return the response as long as it has not ended: its state, and no output."""
+        return _encode({**self._response(status, usage=None), "output": []})
 
     def keep_pending(self, status: Status) -> bytes:
         body = self.pending(status)
