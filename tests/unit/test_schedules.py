@@ -49,6 +49,12 @@ class DictStore(dict[bytes, Any]):
         assert stored == tokens
         return block
 
+    def touch(self, key: bytes) -> None:
+        pass
+
+    def latest(self) -> list[bytes]:
+        return list(self)
+
 
 @st.composite
 def requests(draw: st.DrawFn, request_id: str) -> Request:
