@@ -1,6 +1,7 @@
 """Every figure of a run beside what the server knows of its own writes, for each way to answer."""
 
 import json
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -88,9 +89,11 @@ def run(tmp_path_factory):
     with FakeServer(choose) as server:
         program = Program(urls=[("fake", server.url)], plan=plan, model="fake",
                           loads=[({}, build_arrivals("constant", 10.0))])  # fmt: skip
+        before = signal.getsignal(signal.SIGINT)
         document = run_program(
             program, log=log, on_progress=lambda load, labels: epochs.append(load.recorder.epoch)
         ).document
+        assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C does nothing any more"
         served = {texts.index(s.body["messages"][0]["content"]): s for s in server.served}
     lines = {line["id"]: line for line in map(json.loads, log.read_text().splitlines()[:-1])}
     return document["stages"][0], lines, served, epochs[-1]

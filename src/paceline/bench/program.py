@@ -74,6 +74,8 @@ def run_program(
             stack.callback(lines.close)
         write_line = None if lines is None else lines.write
         session = Session(write_line=write_line, on_progress=on_progress)
+        # uvloop leaves its own handler behind, which does nothing once the loop is closed.
+        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         runner = stack.enter_context(asyncio.Runner(loop_factory=_new_loop))
         try:
             result = runner.run(_run(program, session))
