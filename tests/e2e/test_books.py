@@ -70,13 +70,16 @@ def some_call(rng):
     """Return a path, a body, and how many answers it asks for."""
     n = rng.choice((1, 1, 2, 3))
     common = {"n": n, "temperature": 0, "timings": True}
-    kind = rng.choice(("shared", "own", "tools", "structure"))
+    kind = rng.choice(("shared", "own", "long", "tools", "structure"))
     if kind == "tools":
         body = {"messages": HI, "tools": [WEATHER, CLOCK], "tool_choice": "required"}
         return "/v1/chat/completions", {**body, **common, "max_tokens": 80}, n
     if kind == "structure":
         structure = {"choice": ["yes, certainly", "no, by no means"]}
         body = {"prompt": "Well", "structured_outputs": structure, "max_tokens": 40}
+        return "/v1/completions", {**body, **common}, n
+    if kind == "long":  # some of these together outgrow the KV cache
+        body = {"prompt": "".join(rng.choices("0123456789", k=12)), "max_tokens": 1000}
         return "/v1/completions", {**body, **common}, n
     prompt = SHARED if kind == "shared" else "".join(rng.choices("abcxyz", k=rng.randrange(1, 90)))
     body = {"prompt": prompt, "max_tokens": rng.randrange(1, 40)}
@@ -129,7 +132,7 @@ def settled(server, seen):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     script = script_model(tmp_path_factory.mktemp("books"), max_context=4096)
-    options = {"num_threads": 1, "max_num_seqs": 6, "block_size": 16, "kv_memory_bytes": 2**18}
+    options = {"num_threads": 1, "max_num_seqs": 6, "block_size": 16, "kv_memory_bytes": 2**17}
     with (  # steps of this model are too short for drafts to pay: it drafts whatever it may
         patch("paceline.engine.speculation.speculator.Goodput", eager_pace()),
         LiveServer(script, chat_template=HERMES, speculate="ngram:max=6",

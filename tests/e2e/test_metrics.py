@@ -90,13 +90,13 @@ def one_call(server, books, seed):
         assert status in (400, 404)
         books.calls["refused"] += 1
     else:
-        post_and_leave(server, {**body, "max_tokens": 3000}, rng.random() * 0.05)
+        post_and_leave(server, {**body, "max_tokens": 350}, rng.random() * 0.05)
         books.calls["aborted"] += 1
 
 
 def test_the_books_balance_after_a_chaotic_load(script):
     books = Books()
-    with LiveServer(script, num_threads=1, max_num_seqs=8, kv_memory_bytes=2**18,
+    with LiveServer(script, num_threads=1, max_num_seqs=8, kv_memory_bytes=2**15,
                     prefix_cache=False) as server:  # fmt: skip
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda seed: one_call(server, books, seed), range(160)))
