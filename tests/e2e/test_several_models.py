@@ -300,7 +300,7 @@ def test_unloading_frees_weights_kv_cache_and_threads(serve, tmp_path):
     server = serve(spelling_model(tmp_path, "down"), big, fits=1)
     assert server.spells("down")
     threads, resident = own_threads(), resident_bytes()
-    for _ in range(2):
+    for number in range(3):
         assert server.ask("big", max_tokens=8).status_code == 200
         loaded = server.models.find("big").served.loaded
         weight_bytes = loaded.weight_bytes
@@ -313,6 +313,8 @@ def test_unloading_frees_weights_kv_cache_and_threads(serve, tmp_path):
         assert [ref() for ref in alive] == [None, None]
         assert str(big) not in Path("/proc/self/maps").read_text()
         wait_until(lambda: own_threads() == threads)
+        if number == 0:  # threads that loaded for the first time keep arenas of their allocator
+            resident = resident_bytes()
         assert resident_bytes() < resident + weight_bytes / 2
 
 
