@@ -157,6 +157,15 @@ def test_templates_are_bounded_in_time_and_memory(
     assert time.process_time() - begin < 2
 
 
+def test_a_machine_that_stalls_does_not_make_a_template_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hours = iter(range(0, 10**9, 3600))
+    monkeypatch.setattr(sandbox.time, "monotonic", lambda: float(next(hours)))
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert template.render([user("!"), user("?")]) == "!?"
+
+
 def test_an_oversized_template_is_refused() -> None:
     with pytest.raises(TemplateError, match="characters"):
         ChatTemplate("a" * (1 << 19))

@@ -87,11 +87,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         It is the processor's: a good template is not refused because the machine is busy.
         """
-        self._clock.deadline = time.thread_time() + TIME_LIMIT_S
+        self._clock.deadline = time.monotonic() + TIME_LIMIT_S
+        self._clock.cpu_deadline = time.thread_time() + TIME_LIMIT_S
 
     def tick(self) -> None:
         """Raise LimitError once this thread's time is over."""
-        if time.thread_time() > getattr(self._clock, "deadline", 0.0):
+        clock = self._clock
+        if time.monotonic() <= getattr(clock, "deadline", 0.0):
+            return  # six times as quick to read
+        if time.thread_time() > getattr(clock, "cpu_deadline", 0.0):
             raise LimitError(f"the template ran for more than {TIME_LIMIT_S:g} s")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
