@@ -20,8 +20,8 @@ from paceline.measure.machine import (
 )
 
 _SECONDS = 0.12  # of one probe; of a cache a third
-_MIN_MEMORY_SET = 96 * 2**20
-_MAX_MEMORY_SET = 512 * 2**20
+# Beyond every cache: a virtual machine may tell of one last-level cache where its cores have two.
+_MEMORY_SET = 512 * 2**20
 QUIET_CORES = 0.2  # what others may use before it is measured several times, and told
 _BUSY_ROUNDS = 3
 _CPU0 = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -191,24 +191,21 @@ def _measure(num_threads: int, caches: Iterable[Cache], tell: Callable[[str], No
         tell(f"{kind} multiply-adds, {num_threads} threads")
         peaks[kind] = float(_native.peak_macs(kind, num_threads, _SECONDS))
     reads = []
-    largest = 0
     for cache in caches:
         tell(f"reading {cache.level}, {num_threads} threads")
         capacity = cache.num_bytes * -(-num_threads // cache.num_sharing)
-        largest = max(largest, capacity)
         # Half of it: the rest of the program lives there too.
         half = max(capacity // 2, 4096 * num_threads)
         speed = float(_native.read_bandwidth(half, num_threads, _SECONDS / 3))
         reads.append(ReadSpeed(level=cache.level, capacity=capacity, bytes_s=speed))
     tell(f"reading memory, {num_threads} threads")
-    size = min(max(_MIN_MEMORY_SET, 3 * largest), _MAX_MEMORY_SET)
-    speed = float(_native.read_bandwidth(size, num_threads, _SECONDS))
+    speed = float(_native.read_bandwidth(_MEMORY_SET, num_threads, _SECONDS))
     return Ceilings(
         num_threads=num_threads,
         int8_macs_s=peaks["int8"],
         bf16_macs_s=peaks["bf16"] or None,
         f32_macs_s=peaks["f32"],
-        reads=(*reads, ReadSpeed(level="memory", capacity=size, bytes_s=speed)),
+        reads=(*reads, ReadSpeed(level="memory", capacity=_MEMORY_SET, bytes_s=speed)),
     )
 
 
