@@ -36,8 +36,34 @@ struct Tile {
 // The scales of sixteen keys of FP8, which is loaded as 2^-8 of what it is.
 PL_INLINE f32x16 load_scale(const uint16_t* p) { return mul(load_f16(p), set1(256.0f)); }
 
-// Rows times two vectors of keys use all registers of AVX2: what is broadcast is loaded again rather than kept.
-#define PL_KEEP_NO_LOADS() asm volatile("" ::: "memory")
+// R rows times C vectors keep their sums in registers. On AVX-512 the C vectors stay, too, while each row's value is
+// broadcast once; on AVX2 the sums leave no room, and what is broadcast is loaded again rather than kept.
+#if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
+constexpr bool kKeepsVectors = true;
+constexpr int vectors_of(int) { return 4; }
+#else
+constexpr bool kKeepsVectors = false;
+constexpr int vectors_of(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
+
+// acc[r][c] += factor(r) * vector(c)
+template <int R, int C, class F, class V>
+PL_INLINE void add_products(f32x16 (&acc)[R][C], F factor, V vector) {
+  if constexpr (kKeepsVectors) {
+    f32x16 x[C];
+    for (int c = 0; c < C; c++) x[c] = vector(c);
+    for (int r = 0; r < R; r++) {
+      const f32x16 y = set1(factor(r));
+      for (int c = 0; c < C; c++) acc[r][c] = fma(y, x[c], acc[r][c]);
+    }
+  } else {
+    for (int c = 0; c < C; c++) {
+      const f32x16 x = vector(c);
+      for (int r = 0; r < R; r++) acc[r][c] = fma(set1(factor(r)), x, acc[r][c]);
+      if (c + 1 < C) asm volatile("" ::: "memory");
+    }
+  }
+}
 
 // scores[r][16 * (first + c) + lane] = q[r] . k over R rows and C vectors of keys.
 template <int R, int C, class E>
@@ -51,23 +77,21 @@ PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int 
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = set1(0.0f);
   for (int d = 0; d < dim; d++) {
-    for (int c = 0; c < C; c++) {
+    auto key = [&](int c) __attribute__((always_inline)) {
       const E* at = k[c] + size_t(d) * stride;
       fetch(at, ahead[c]);
-      const f32x16 x = load_kv(at);
-      for (int r = 0; r < R; r++) acc[r][c] = fma(set1(q[r * q_stride + d]), x, acc[r][c]);
-      if (c + 1 < C) PL_KEEP_NO_LOADS();
-    }
+      return load_kv(at);
+    };
+    add_products(acc, [&](int r) { return q[r * q_stride + d]; }, key);
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) store(scores + r * s_stride + 16 * (first + c), acc[r][c]);
 }
 
-// C is the widest that keeps R * C sums in registers.
 template <int R, class E>
 PL_INLINE void dot_rows(const float* q, int q_stride, const Tile<E>& tile, int vectors, int dim, float* scores,
                         int s_stride) {
-  constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  constexpr int C = vectors_of(R);
   int i = 0;
   for (; i + C <= vectors; i += C) dot_block<R, C>(q, q_stride, tile, i, dim, scores, s_stride);
   for (; i < vectors; i++) dot_block<R, 1>(q, q_stride, tile, i, dim, scores, s_stride);
@@ -85,12 +109,11 @@ PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end
     const E* v = tile.v[i] + size_t(from - 16 * i) * stride + col;
     const ptrdiff_t ahead = tile.v_ahead[i];
     for (int key = from; key < to; key++, v += stride) {
-      for (int c = 0; c < C; c++) {
+      auto value = [&](int c) __attribute__((always_inline)) {
         fetch(v + 16 * c, ahead);
-        const f32x16 x = load_kv(v + 16 * c);
-        for (int r = 0; r < R; r++) acc[r][c] = fma(set1(p[r * kTile + key]), x, acc[r][c]);
-        if (c + 1 < C) PL_KEEP_NO_LOADS();
-      }
+        return load_kv(v + 16 * c);
+      };
+      add_products(acc, [&](int r) { return p[r * kTile + key]; }, value);
     }
   }
   for (int r = 0; r < R; r++)
@@ -99,7 +122,7 @@ PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end
 
 template <int R, class E>
 PL_INLINE void mix_rows(const float* p, const Tile<E>& tile, int begin, int end, int cols, float* out, int o_stride) {
-  constexpr int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+  constexpr int C = vectors_of(R);
   if (begin >= end) return;
   int col = 0;
   for (; col + 16 * C <= cols; col += 16 * C) mix_block<R, C>(p, tile, begin, end, col, out, o_stride);
