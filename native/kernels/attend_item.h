@@ -100,12 +100,16 @@ inline __attribute__((noinline)) void softmax_tile(const Item& it, int row, int 
     x[i] = exp(sub(x[i], set1(new_max)));
     store(p + 16 * i, x[i]);
   }
-  const float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));
-  // Where the maximum stays this multiplies by exactly 1: no branch, because no CPU foresees which tile has it.
-  const f32x16 shrink = exp(set1(state.max - new_max));
+  float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));
+  if (new_max == state.max) {
+    state.sum += tile_sum;
+    return;
+  }
+  f32x16 shrink = exp(set1(state.max - new_max));
   float first[16];
   store(first, shrink);
-  state = {new_max, __builtin_fmaf(state.sum, first[0], tile_sum)};
+  state.sum = __builtin_fmaf(state.sum, first[0], tile_sum);
+  state.max = new_max;
   for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
 }
 

@@ -82,7 +82,8 @@ PL_INLINE void dot_block(const float* q, int q_stride, const Tile<E>& tile, int 
       fetch(at, ahead[c]);
       return load_kv(at);
     };
-    add_products(acc, [&](int r) { return q[r * q_stride + d]; }, key);
+    add_products(
+        acc, [&](int r) { return q[r * q_stride + d]; }, key);
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) store(scores + r * s_stride + 16 * (first + c), acc[r][c]);
@@ -113,7 +114,8 @@ PL_INLINE void mix_block(const float* p, const Tile<E>& tile, int begin, int end
         fetch(v + 16 * c, ahead);
         return load_kv(v + 16 * c);
       };
-      add_products(acc, [&](int r) { return p[r * kTile + key]; }, value);
+      add_products(
+          acc, [&](int r) { return p[r * kTile + key]; }, value);
     }
   }
   for (int r = 0; r < R; r++)

@@ -51,6 +51,16 @@ PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* x) {
   std::memcpy(&four, x, 4);
   return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
 }
+// The same times four in every lane of x.
+PL_INLINE i32x16 dot4(i32x16 acc, u8x64 w, i32x16 x) {
+#ifdef PACELINE_SIMDE
+  return {_mm512_dpbusd_epi32(acc.v, w.v, x.v)};
+#else
+  // Not the intrinsic: GCC 12 moves sums that it names to other registers and back, or to the stack where many live.
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
+  return acc;
+#endif
+}
 
 #elif defined(PL_ISA_avx2)
 struct u8x64 {

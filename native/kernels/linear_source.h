@@ -1,5 +1,6 @@
 // What a tile reads of a weight: blocks of quants and the scales of a group, either unpacked in registers from the
-// packed panel (Packed) or from a panel unpacked to scratch before (Unpacked). Both give the tile the same numbers.
+// packed panel (Packed) or from a panel unpacked to scratch before (Unpacked), or the quants one way and the scales the
+// other (Scaled). All give the tile the same numbers.
 #pragma once
 #include "kernels/linear_int.h"
 
@@ -182,6 +183,26 @@ void unpack_panel(const uint8_t* panel, int num_groups, uint8_t* scratch) {
     PL_UNROLL
     for (int j = 0; j < 8; j++) store64(out[g].q + 64 * j, source.block(g, j));
     out[g].scales = source.scales_of(g);
+  }
+}
+
+// Where registers suffice to unpack quants, only scales are worth it: a packed panel leaves more of the L1.
+template <Format f>
+struct Scaled {
+  using shape = ShapeOf<f>;
+  const uint8_t* groups;
+  const Scales<shape::scaling>* scales;
+  PL_INLINE u8x64 block(int g, int j) const { return quants<f>(groups + size_t(g) * Layout<f>::group_bytes, j); }
+  PL_INLINE const Scales<shape::scaling>& scales_of(int g) const { return scales[g]; }
+};
+
+template <Format f>
+void unpack_scales(const uint8_t* panel, int num_groups, uint8_t* scratch) {
+  Packed<f> source(panel, num_groups);
+  auto* out = (Scales<ShapeOf<f>::scaling>*)scratch;
+  for (int g = 0; g < num_groups; g++) {
+    source.fetch_ahead(g);
+    out[g] = source.scales_of(g);
   }
 }
 

@@ -1,4 +1,4 @@
-// Tiles: T activation rows times one panel of sixteen outputs, along all of K.
+// Tiles: T activation rows times one panel of sixteen outputs, or a pair of panels, along all of K.
 // For a group g of 32 (ia, im exact integers over the group; xs, xsum the scale and sum of the row's group):
 //   ia   plain, min: sum (q - zero) * xq        halves: sum over halves h of scale_h * sum (q - zero) * xq
 //   acc  = fma(ia, d * xs, acc)
@@ -20,7 +20,10 @@ struct TileArgs {
   const float* bias;        // of the panel's first output, or null
   const uint8_t* residual;  // like out, or null
   size_t residual_stride;
-  int lanes;  // outputs that exist, 1 to 16
+  int lanes;  // outputs that exist, 1 to 16; of a pair of panels 17 to 32
+  // Of a pair of panels: bytes from the first one to the second, and the scales of both, one after the other.
+  size_t panel_bytes = 0;
+  const uint8_t* scales = nullptr;
 };
 using Tile = void (*)(const TileArgs&);
 
@@ -28,7 +31,7 @@ using Tile = void (*)(const TileArgs&);
 PL_INLINE void finish(const TileArgs& a, int t, f32x16 acc) {
   float* out = (float*)(a.out + t * a.out_stride);
   const float* residual = a.residual ? (const float*)(a.residual + t * a.residual_stride) : nullptr;
-  if (a.lanes == kPanel) {
+  if (a.lanes >= kPanel) {
     if (a.bias) acc = add(acc, load(a.bias));
     if (residual) acc = add(acc, load(residual));
     store(out, acc);
@@ -59,6 +62,13 @@ struct Q8Rows {  // T rows of q8
     return (const int16_t*)(data + t * stride + half_sums + size_t(g) * 4);
   }
 };
+
+constexpr int kPairRows = 6;  // rows times two panels: 24 sums, half of them of a group, and what is multiplied
+#if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
+constexpr bool kHasPairs = true;
+#else
+constexpr bool kHasPairs = false;
+#endif
 
 #if defined(PL_ISA_avx2)
 constexpr int kTileRows = 4;
@@ -155,6 +165,15 @@ PL_INLINE i32x16 dot_min(const Q8Rows& x, int t, int g, const S& s) {
 }
 #endif
 
+// acc += the group's integers, scaled
+template <class shape, class S>
+PL_INLINE void add_group(const Q8Rows& x, int t, int g, const S& s, i32x16 ia, f32x16& acc) {
+  const f32x16 xs = set1(x.scale(t, g));
+  acc = fma(to_float(ia), mul(s.d, xs), acc);
+  if constexpr (shape::scaling == Scaling::min) acc = fma(s.m, set1(x.sum(t, g)), acc);
+  if constexpr (shape::scaling == Scaling::halves_min) acc = fma(to_float(dot_min(x, t, g, s)), mul(s.m, xs), acc);
+}
+
 template <class Source, int T>
 void quant_tile(const TileArgs& a) {
   using shape = typename Source::shape;
@@ -170,17 +189,77 @@ void quant_tile(const TileArgs& a) {
     i32x16 ia[T];
     dot_group<T>(w, x, g, s, ia);
     PL_UNROLL
-    for (int t = 0; t < T; t++) {
-      const f32x16 xs = set1(x.scale(t, g));
-      acc[t] = fma(to_float(ia[t]), mul(s.d, xs), acc[t]);
-      if constexpr (shape::scaling == Scaling::min) acc[t] = fma(s.m, set1(x.sum(t, g)), acc[t]);
-      if constexpr (shape::scaling == Scaling::halves_min)
-        acc[t] = fma(to_float(dot_min(x, t, g, s)), mul(s.m, xs), acc[t]);
-    }
+    for (int t = 0; t < T; t++) add_group<shape>(x, t, g, s, ia[t], acc[t]);
   }
   PL_UNROLL
   for (int t = 0; t < T; t++) finish(a, t, acc[t]);
 }
+
+#if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
+// kPairRows rows times two panels: what is broadcast of a row meets both.
+template <Format f>
+void pair_tile(const TileArgs& a) {
+  using Source = Scaled<f>;
+  using shape = typename Source::shape;
+  constexpr int T = kPairRows, parts = shape::has_halves ? 2 : 1, blocks = 8 / parts;
+  const int groups = a.k / kGroup;
+  const auto* scales = (const Scales<shape::scaling>*)a.scales;
+  const Source w[2] = {{a.weight, scales}, {a.weight + a.panel_bytes, scales + groups}};
+  const Q8Rows x(a);
+  f32x16 acc[2][T];
+  PL_UNROLL
+  for (int t = 0; t < T; t++) acc[0][t] = acc[1][t] = set1(0.0f);
+  for (int g = 0; g < groups; g++) {
+    i32x16 ia[2][T];
+    PL_UNROLL
+    for (int part = 0; part < parts; part++) {
+      i32x16 sum[2][T];
+      PL_UNROLL
+      for (int t = 0; t < T; t++) {
+        const int16_t* h = x.half_sum(t, g);
+        sum[0][t] = set1_i32(shape::zero == 0 ? 0 : -shape::zero * (parts == 2 ? h[part] : h[0] + h[1]));
+        sum[1][t] = sum[0][t];
+      }
+      PL_UNROLL
+      for (int j = part * blocks; j < (part + 1) * blocks; j++) {
+        const u8x64 first = w[0].block(g, j), second = w[1].block(g, j);
+        PL_UNROLL
+        for (int t = 0; t < T; t++) {
+          int four;
+          std::memcpy(&four, x.q(t, g) + 4 * j, 4);
+          const i32x16 wide = set1_i32(four);
+          sum[0][t] = dot4(sum[0][t], first, wide);
+          sum[1][t] = dot4(sum[1][t], second, wide);
+        }
+      }
+      PL_UNROLL
+      for (int p = 0; p < 2; p++) {
+        PL_UNROLL
+        for (int t = 0; t < T; t++) {
+          if constexpr (shape::has_halves) sum[p][t] = mul(sum[p][t], w[p].scales_of(g).scale[part]);
+          ia[p][t] = part == 0 ? sum[p][t] : add(ia[p][t], sum[p][t]);
+        }
+      }
+    }
+    PL_UNROLL
+    for (int p = 0; p < 2; p++) {
+      const auto& s = w[p].scales_of(g);
+      PL_UNROLL
+      for (int t = 0; t < T; t++) add_group<shape>(x, t, g, s, ia[p][t], acc[p][t]);
+    }
+  }
+  TileArgs second = a;
+  second.out += kPanel * sizeof(float);
+  if (second.bias) second.bias += kPanel;
+  if (second.residual) second.residual += kPanel * sizeof(float);
+  second.lanes -= kPanel;
+  PL_UNROLL
+  for (int t = 0; t < T; t++) {
+    finish(a, t, acc[0][t]);
+    finish(second, t, acc[1][t]);
+  }
+}
+#endif
 
 // ---- float weights: acc = fma(w, x, acc) along k -------------------------------------------------------------------
 template <Format f, int T>

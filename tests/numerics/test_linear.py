@@ -162,9 +162,10 @@ def test_rows_beyond_one_cache_block_have_the_same_bits(isa: str) -> None:
     assert_close("q4_1", c.linear(isa, x), x, c.weights)
 
 
+@pytest.mark.parametrize("tokens", [3, 13])  # one panel at a time, and two where the ISA has that
 @pytest.mark.parametrize("isa", ISAS)
-def test_segments_of_different_formats_follow_one_another(isa: str) -> None:
-    x = activations(3, 512)
+def test_segments_of_different_formats_follow_one_another(isa: str, tokens: int) -> None:
+    x = activations(tokens, 512)
     cases = [case("q5_0", 33, 512), case("q4_k", 16, 512), case("q6_k", 7, 512)]
     parts = [(c.packed.format, c.packed.data, c.packed.rows, c.packed.k, None) for c in cases]
     merged = np.asarray(_native.linear(isa, x, parts, num_threads=2))
