@@ -137,6 +137,12 @@ def test_the_tail_can_have_another_cause_than_the_median():
     assert find(calls, "ttft", 99).main == "kv_memory"
 
 
+@pytest.mark.parametrize("part", ["load", "turn"])
+def test_who_waits_for_another_model_is_bound_by_it_and_by_no_part_of_the_machine(part):
+    found = explain(situation(call({"prefill": 10, part: 500}, {"decode": 10, part: 500})))
+    assert {(bound.cause, bound.bound) for bound in found.bounds} == {("models", "other models")}
+
+
 def test_a_floor_counts_only_what_the_cache_did_not_have():
     machine = costs.Machine(
         ceilings=MachineCeilings(

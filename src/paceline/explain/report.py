@@ -28,7 +28,7 @@ class Bound(Struct, frozen=True, kw_only=True):
     metric: Metric
     percentile: int
     value_ms: float
-    bound: str  # queue, KV memory, compute, bandwidth, interference, overhead, slow reader …
+    bound: str  # queue, KV memory, compute, bandwidth, interference, overhead, other models …
     cause: str  # the largest of `causes`
     causes: Causes
     floor_ms: float | None
@@ -168,8 +168,7 @@ def _simulated_ms(finding: Finding, situation: Situation) -> float | None:
 _BOUNDS = {
     "others_prefill": "interference", "others_decode": "interference", "queue": "queue",
     "kv_memory": "KV memory", "overhead": "overhead", "reader": "slow reader",
-    "upload": "slow sender", "prefix": "compute",
-    "drafts": "compute",
+    "upload": "slow sender", "prefix": "compute", "drafts": "compute", "models": "other models",
 }  # fmt: skip
 
 
