@@ -19,7 +19,7 @@ from paceline.cli.serve import serve
 from paceline.engine.memory import kv_token_bytes
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain import costs
-from paceline.explain.causes import WORDS, find, gather, tpot_causes
+from paceline.explain.causes import WORDS, cause_of, find, gather, tpot_parts
 from paceline.explain.costs import fit_steps, scaled_costs, table_seconds
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
 from paceline.explain.levers import LEVERS, SMALLER_KV, options_of
@@ -108,14 +108,14 @@ def test_every_part_of_the_ledger_has_one_cause_and_none_is_lost():
 
 def test_a_token_after_the_first_has_what_the_first_had_not():
     one = call({"prefill": 50, "queue_budget": 20}, {"decode": 100, "sample": 10}, num_tokens=11)
-    assert tpot_causes(one) == {"prefill": 0, "queue": 0, "decode": 10, "overhead": 1,
-                                "others_decode": 0, "others_prefill": 0}  # fmt: skip
+    assert gather(tpot_parts(one)) == {"prefill": 0, "queue": 0, "decode": 10, "overhead": 1,
+                                       "others_decode": 0, "others_prefill": 0}  # fmt: skip
     assert one.tpot_ms == pytest.approx(11)
 
 
 def test_what_others_cost_a_stream_is_divided_by_its_blame():
     one = call({"prefill_others": 30}, {"decode_others": 100}, others_prefill_ms=90)
-    causes = tpot_causes(one)
+    causes = gather(tpot_parts(one))
     # 30 of the blame were in the TTFT: 60 of the 100 are prompts, 40 are tokens.
     assert (causes["others_prefill"], causes["others_decode"]) == (6.0, 4.0)
 
@@ -135,6 +135,17 @@ def test_the_tail_can_have_another_cause_than_the_median():
     calls += [call({"prefill": 10, "queue_kv": 500}, {}) for _ in range(5)]
     assert find(calls, "ttft", 50).main == "prefill"
     assert find(calls, "ttft", 99).main == "kv_memory"
+
+
+@pytest.mark.parametrize("part", [p.label for p in Part if cause_of(p.label) == "overhead"])
+def test_overhead_is_told_by_the_parts_that_it_is_made_of(part, capsys):
+    found = explain(situation(call({"prefill": 10, part: 70}, {"decode": 10, "sample": 5})))
+    bound = found.bounds[0]
+    assert (bound.bound, bound.overhead) == ("overhead", {part: 70})
+    print_explanation(found)
+    assert f"TTFT p50 is 80.0 ms: 88% of it is {WORDS['overhead']} ({part} 88%)" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize("part", ["load", "turn"])

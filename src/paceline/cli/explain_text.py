@@ -120,8 +120,17 @@ def _sentence(bound: Bound) -> str:
         floor = f"; alone on this machine it could be {_ms(bound.floor_ms)} ms"
     return (
         f"{_NAMES[bound.metric]} p{bound.percentile} is {_ms(bound.value_ms)} ms: {share:.0%} of "
-        f"it is {WORDS[bound.cause]}{floor}."
+        f"it is {WORDS[bound.cause]}{_overhead(bound)}{floor}."
     )
+
+
+def _overhead(bound: Bound) -> str:
+    """Name the parts of the ledger that most of it is, where overhead is the cause."""
+    if bound.cause != "overhead":
+        return ""
+    parts = ((name, ms / bound.value_ms) for name, ms in bound.overhead.items())
+    named = [f"{name} {share:.0%}" for name, share in parts if share >= _SMALL]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def _advice(advice: Advice) -> str:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from paceline.config import EngineConfig
 from paceline.explain.causes import Causes, Finding, Metric
 from paceline.explain.costs import StepCosts
-from paceline.explain.facts import ServerFacts
+from paceline.explain.facts import Parts, ServerFacts
 from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import Curves, curves_of, predicted
 from paceline.explain.proposal import Change, Predict, Proposal
@@ -31,6 +31,7 @@ class Bound(Struct, frozen=True, kw_only=True):
     bound: str  # queue, KV memory, compute, bandwidth, interference, overhead, other models …
     cause: str  # the largest of `causes`
     causes: Causes
+    overhead: Parts  # of `causes`: the parts of the ledger that it is made of
     floor_ms: float | None
     ratio: float | None
     model_ms: float | None  # what the simulation of the run as it was makes of it
@@ -153,6 +154,7 @@ def _bound(finding: Finding, situation: Situation) -> Bound:
         bound=_bound_name(finding, situation),
         cause=finding.main,
         causes=finding.causes,
+        overhead=finding.overhead,
         floor_ms=floor_ms,
         ratio=None if not floor_ms else finding.value_ms / floor_ms,
         model_ms=_simulated_ms(finding, situation),
