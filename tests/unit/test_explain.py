@@ -137,6 +137,15 @@ def test_the_tail_can_have_another_cause_than_the_median():
     assert find(calls, "ttft", 99).main == "kv_memory"
 
 
+@pytest.mark.parametrize(("waited_for", "cause"), [("queue_kv", "kv_memory"),
+                                                   ("queue_budget", "queue")])  # fmt: skip
+def test_what_is_computed_again_is_the_price_of_what_was_waited_for(waited_for, cause):
+    lost = {waited_for: 10, "recompute": 500}
+    found = situation(call({"prefill": 5, **lost}, {"decode": 5, **lost}))
+    assert {finding.main for finding in found.findings} == {cause}
+    assert all(sum(f.causes.values()) == pytest.approx(f.value_ms) for f in found.findings)
+
+
 @pytest.mark.parametrize("part", [p.label for p in Part if cause_of(p.label) == "overhead"])
 def test_overhead_is_told_by_the_parts_that_it_is_made_of(part, capsys):
     found = explain(situation(call({"prefill": 10, part: 70}, {"decode": 10, "sample": 5})))

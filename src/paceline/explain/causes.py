@@ -133,7 +133,7 @@ def _at(ranked: Sequence[tuple[float, CallFacts]], metric: Metric, percentile: i
 
 
 def ttft_parts(call: CallFacts) -> Parts:
-    return call.first_parts
+    return _for_a_seat(call, call.first_parts)
 
 
 def tpot_parts(call: CallFacts) -> Parts:
@@ -147,7 +147,18 @@ def tpot_parts(call: CallFacts) -> Parts:
     after["decode_others"] = others - of_prefill
     after["prefill_others"] = after.get("prefill_others", 0.0) + of_prefill
     num_gaps = max(call.completion_tokens - 1, 1)
-    return {name: ms / num_gaps for name, ms in after.items()}
+    return _for_a_seat(call, {name: ms / num_gaps for name, ms in after.items()})
+
+
+def _for_a_seat(call: CallFacts, parts: Parts) -> Parts:
+    """Return parts in which computing again is the queue's, where memory was not what lacked.
+
+    Who is preempted for memory waits for it; others had to leave their seat, or found none.
+    """
+    if not parts.get("recompute") or call.parts.get("queue_kv"):
+        return parts
+    queue_ms = parts.get("queue_budget", 0.0) + parts["recompute"]
+    return {**parts, "recompute": 0.0, "queue_budget": queue_ms}
 
 
 def gather(parts: Parts) -> Causes:

@@ -346,7 +346,8 @@ class StepRecorder:
                 own -= verify
             again = own * chunk.num_again // num_known
             ledger.ns[Part.RECOMPUTE] += again
-            ledger.preempted_ns += again
+            if ledger.num_preemptions:  # else a choice that found no seat beside the first
+                ledger.preempted_ns += again
             ledger.ns[chunk.new_kind] += own - again
             is_decode = chunk.kind is Part.DECODE
             ledger.ns[Part.DECODE_OTHERS if is_decode else Part.PREFILL_OTHERS] += lost
