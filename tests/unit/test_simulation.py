@@ -120,6 +120,12 @@ def test_answers_of_one_token_have_no_tpot():
     assert simulate([asked(5, 1)], SERVER, Line()).at("tpot", 50) is None
 
 
+def test_tokens_that_took_no_step_share_the_time_of_those_that_did():
+    guessed = replace(asked(64, 9), num_steps=3)
+    found = simulate([guessed], SERVER, Line())
+    assert found.tpot_ms == pytest.approx([2 * 11 / 8])  # as a call's own is: by all its tokens
+
+
 def test_a_call_that_no_memory_holds_is_not_predicted():
     assert simulate([asked(100, 2)], replace(SERVER, num_blocks=4), Line()) is None
 

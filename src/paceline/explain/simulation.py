@@ -54,7 +54,7 @@ class Outcomes(Struct, frozen=True, kw_only=True):
     """The latencies of all calls of a load, each metric ascending, in milliseconds."""
 
     ttft_ms: Seq[float]
-    tpot_ms: Seq[float]  # by step: without the tokens that guesses gave
+    tpot_ms: Seq[float]
 
     def at(self, metric: Metric, percentile: int) -> float | None:
         """Return a percentile (the nearest rank), None where no call has the metric."""
@@ -143,7 +143,7 @@ class _Run:
             if not self._load[i].has_content:
                 continue
             ttft.append((first_s - self._came_s[i]) * 1e3)
-            num_gaps = self._load[i].num_steps - 1
+            num_gaps = self._load[i].num_output - 1
             if num_gaps:
                 tpot.append((self._end_s[i] - first_s) / num_gaps * 1e3)
         return Outcomes(ttft_ms=sorted(ttft), tpot_ms=sorted(tpot))
