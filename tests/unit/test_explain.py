@@ -413,6 +413,18 @@ def queued(*, num_tokens: int) -> list[CallFacts]:
     ]  # fmt: skip
 
 
+def test_a_bound_that_starves_prompts_is_advised_to_go():
+    steps = tuple(replace(s, duration_s=0.010 + s.num_tokens * 1e-4) for s in STEPS)
+    stream = call({"prefill": 11}, {"decode": 1100}, num_prompt=1, num_tokens=101)
+    starved = call({"prefill": 375}, {}, num_prompt=500, num_tokens=1)
+    calls = (stream, *(replace(starved, began_at=0.1 * i) for i in (1, 2, 3)))
+    bound = situation(*calls, steps=steps, policy="slo:step_ms=1", prefix_cache=False)
+    found = advice(bound, "policy without a bound")
+    assert found.change == {"--policy": "fcfs"}
+    assert after(found, "ttft", 50) < 0.5 * 375
+    assert advice(situation(*calls, steps=steps), "policy without a bound") is None
+
+
 def test_seats_help_those_that_wait_for_them_and_slow_the_others():
     seated = situation(*queued(num_tokens=31), steps=ONE_SEQ, max_num_seqs=1)
     found = advice(seated, "max-num-seqs")

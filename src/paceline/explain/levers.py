@@ -215,6 +215,19 @@ def bound_steps(situation: Situation) -> Proposal | None:
     )
 
 
+def free_steps(situation: Situation) -> Proposal | None:
+    """Prompts fill the steps beside streams, too, where a bound on them let few tokens in."""
+    server = situation.server
+    if server is None or not server.policy.startswith("slo"):
+        return None
+    return Proposal(
+        change={"--policy": "fcfs"},
+        text=f"{server.policy} leaves prompts little of the steps beside streams",
+        effect=rerun(policy="fcfs"),
+        price="streams beside a prompt wait longer for a token",
+    )
+
+
 def stop_drafting(situation: Situation) -> Proposal | None:
     """Steps without drafts, where too many of them were wrong."""
     server, calls = situation.server, situation.facts.calls
@@ -290,6 +303,7 @@ LEVERS: Mapping[str, Lever] = {
     "no drafts": stop_drafting,
     "max-batched-tokens": raise_budget,
     "policy": bound_steps,
+    "policy without a bound": free_steps,
     "max-num-seqs": more_seats,
     "smaller max-batched-tokens": lower_budget,
     "block-size": smaller_blocks,
