@@ -157,6 +157,19 @@ def test_overhead_is_told_by_the_parts_that_it_is_made_of(part, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("cached", "chunk", "bound"),
+    [(0, 512, "compute"), (495, 512, "bandwidth"), (0, 4, "bandwidth")],
+)
+def test_a_prompt_whose_chunks_are_small_is_bound_by_bandwidth(cached, chunk, bound):
+    """10 ms a step and 1 ms a token: chunks below 10 tokens take longer by being steps."""
+    ran_s = 0.010 + chunk * 0.001
+    prefill = replace(STEPS[0], num_tokens=chunk, num_decode=0, forward_s=ran_s, duration_s=ran_s)
+    steps = (*STEPS, *[prefill] * 20_000)
+    one = replace(call({"prefill": 500}, {}, num_prompt=500), cached_tokens=cached)
+    assert explain(situation(one, steps=steps)).bounds[0].bound == bound
+
+
 @pytest.mark.parametrize("part", ["load", "turn"])
 def test_who_waits_for_another_model_is_bound_by_it_and_by_no_part_of_the_machine(part):
     found = explain(situation(call({"prefill": 10, part: 500}, {"decode": 10, part: 500})))

@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from paceline.config import EngineConfig
 from paceline.explain.causes import Causes, Finding, Metric
-from paceline.explain.costs import StepCosts
 from paceline.explain.facts import Parts, ServerFacts
 from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import Curves, curves_of, predicted
@@ -179,15 +178,19 @@ def _bound_name(finding: Finding, situation: Situation) -> str:
         return _BOUNDS[finding.main]
     if finding.main == "decode":
         return "bandwidth"  # a stream's own token is one row: it waits for the weights
-    return "compute" if _is_large(finding, situation.steps, situation.server) else "bandwidth"
+    return "compute" if _is_large(finding, situation) else "bandwidth"
 
 
-def _is_large(finding: Finding, steps: StepCosts | None, server: ServerFacts | None) -> bool:
-    """Whether the chunks of a prompt take longer by their tokens than by being steps at all."""
-    if steps is None or server is None:
+def _is_large(finding: Finding, situation: Situation) -> bool:
+    """Whether the chunks of a prompt take longer by their tokens than by being steps at all.
+
+    What the prefix cache had is in no chunk, and a policy may make them smaller than the budget.
+    """
+    steps = situation.steps
+    if steps is None:
         return True
-    chunk = min(finding.prompt_tokens, server.max_batched_tokens)
-    return chunk * steps.token_s >= steps.base_s
+    computed = max(finding.prompt_tokens - finding.cached_tokens, 1.0)
+    return min(computed, situation.usual_chunk) * steps.token_s >= steps.base_s
 
 
 def _notes(situation: Situation, repeated_share: float) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -47,6 +48,13 @@ class Situation(Struct, frozen=True, kw_only=True):
             if step.num_seqs >= self.server.max_num_seqs
         )
         return full_s / total_s if total_s else 0.0
+
+    @property
+    def usual_chunk(self) -> float:
+        """Tokens of prompts in the step of a token of a prompt, on the mean."""
+        counts = [step.num_prefill for step in self.facts.steps]
+        total = sum(counts)
+        return sum(count * count for count in counts) / total if total else math.inf
 
     @property
     def repeated_share(self) -> float:
