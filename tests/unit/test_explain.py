@@ -382,6 +382,22 @@ def test_kv_memory_lets_those_that_waited_share_the_steps():
     assert found.change == {"--kv-memory": "1M"}
 
 
+def test_beginnings_that_were_given_up_ask_for_memory_that_keeps_them():
+    """Three system prompts in turn, in a pool that holds two of them: each is computed again."""
+    alone = call({"prefill": 310}, {"decode": 40}, num_prompt=320, num_tokens=5)
+    calls = [
+        replace(alone, began_at=i * 0.5, repeated_tokens=288 if i >= 3 else 0) for i in range(12)
+    ]
+    found = advice(situation(*calls, num_blocks=45), "kv-memory for prefixes")
+    # 3 x 21 blocks of the first, and 3 for each of the others that none of them has.
+    assert found.change == {"--kv-memory": f"{-(-(3 * 21 + 9 * 3) * 16 * 1024 // 2**20)}M"}
+    assert "holds 720 tokens in all" in found.why
+    assert after(found, "ttft", 50) < 0.3 * 310
+    assert advice(situation(*calls, num_blocks=1000), "kv-memory for prefixes") is None
+    without = situation(*calls, num_blocks=45, prefix_cache=False)
+    assert advice(without, "kv-memory for prefixes") is None
+
+
 def test_a_client_that_reads_slowly_is_no_matter_of_seats():
     calls = queued(num_tokens=31)
     slow = [replace(c, wall_ms=c.wall_ms + 600, parts={**c.parts, "send": 600.0}) for c in calls]

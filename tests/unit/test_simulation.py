@@ -221,6 +221,13 @@ def test_what_the_prefix_cache_found_is_shared_also_by_those_that_came_too_early
     assert [asked.num_shared for asked in load_of(calls[:2])] == [0, 0]
 
 
+def test_what_the_prefix_cache_had_given_up_is_shared_only_where_all_is_found():
+    known = {"prompt_tokens": 60, "repeated_tokens": 32}
+    calls = [call(0, 10), call(1, 10, cached_tokens=0, **known), call(2, 10, **known)]
+    assert [asked.num_shared for asked in load_of(calls, finds_all=False)] == [0, 0, 0]
+    assert [asked.num_shared for asked in load_of(calls)] == [10, 32, 32]
+
+
 def test_a_call_that_begins_when_another_ends_has_waited_for_it():
     # Two clients that ask one thing after the other, and one that comes by itself.
     calls = [call(7.0, 1000), call(7.1, 400), call(7.505, 300), call(8.01, 10), call(9.0, 10)]

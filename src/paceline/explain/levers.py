@@ -21,6 +21,7 @@ from paceline.explain.situation import Situation
 _ROOMY_BUDGET = 512
 _MOST_SEATS = 256
 _SEATS_FULL = 0.3  # share of the time from which on seats are taken for what is waited for
+_FORGOTTEN = 0.1  # share of the prompt tokens that the prefix cache had, and has no more
 _SMALL_BITS = 4.6  # a weight in the small formats: Q4_K_M, Q4_1
 _SLO_MARGIN = 1.6  # a step may take so many times what the streams' own tokens take
 _SLO_FLOOR = 17  # tokens: what `slo` always gives a prompt, and one stream
@@ -139,6 +140,30 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
         effect=rerun(num_blocks=megabytes * 2**20 // block_bytes),
         price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
         is_trade=any(finding.main == "kv_memory" for finding in situation.findings),
+    )
+
+
+def keep_prefixes(situation: Situation) -> Proposal | None:
+    """The prefix cache has room for all that ran, and need not give up what comes again."""
+    server = situation.server
+    if server is None or not server.prefix_cache or _suffers(situation, "kv_memory"):
+        return None
+    num_blocks = sum(
+        -(-(call.prompt_tokens + call.completion_tokens) // server.block_size)
+        - max(call.repeated_tokens, call.cached_tokens) // server.block_size
+        for call in situation.facts.calls
+    )
+    share = situation.repeated_share
+    if share < _FORGOTTEN or num_blocks <= server.num_blocks:
+        return None
+    block_bytes = server.block_size * server.kv_token_bytes
+    megabytes = math.ceil(num_blocks * block_bytes / 2**20)
+    return Proposal(
+        change={"--kv-memory": f"{megabytes}M"},
+        text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all and gave "
+        f"up beginnings that came again, {share:.0%} of the prompt tokens",
+        effect=rerun(finds_all=True, num_blocks=megabytes * 2**20 // block_bytes),
+        price=f"{megabytes - server.num_blocks * block_bytes / 2**20:,.0f} MiB more memory",
     )
 
 
@@ -300,6 +325,7 @@ LEVERS: Mapping[str, Lever] = {
     "prefix-cache": use_prefix_cache,
     "threads": more_threads,
     "kv-memory": more_kv_memory,
+    "kv-memory for prefixes": keep_prefixes,
     "no drafts": stop_drafting,
     "max-batched-tokens": raise_budget,
     "policy": bound_steps,

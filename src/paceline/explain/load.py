@@ -29,14 +29,15 @@ class Asked(Struct, frozen=True, kw_only=True):
     has_content: bool = True  # else there is nothing that its TTFT could count to
 
 
-def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
+def load_of(calls: Sequence[CallFacts], *, finds_all: bool = True) -> list[Asked]:
     """Return the load of recorded calls, in the order in which they came.
 
     Which beginnings the prompts had in common is not known, only how long they were: they are
-    taken for one, and the first call of all begins with it, too.
+    taken for one, and the first call of all begins with it, too. Without `finds_all` only what the
+    prefix cache had of them counts: the rest it had given up.
     """
     calls = sorted(calls, key=lambda call: call.began_at)
-    shared = _shared(calls)
+    shared = _shared(calls, finds_all)
     leaders = _leaders(calls)
     load = []
     for i, call in enumerate(calls):
@@ -59,14 +60,14 @@ def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
     return load
 
 
-def _shared(calls: Sequence[CallFacts]) -> list[int]:
+def _shared(calls: Sequence[CallFacts], finds_all: bool) -> list[int]:
     """Return how many first tokens each prompt has in common with others.
 
     Repeats are counted in blocks of 32; the prefix cache finds shorter ones, such as the beginning
     that a chat template gives. Who came before the first prompt was computed found nothing: it is
     taken to share what all that came later do.
     """
-    found = [max(call.repeated_tokens, call.cached_tokens) for call in calls]
+    found = [call.cached_tokens + finds_all * call.recomputed_tokens for call in calls]
     if not found:
         return []
     first_ms = calls[0].wall_ms if calls[0].ttft_ms is None else calls[0].ttft_ms
