@@ -113,6 +113,12 @@ def test_a_token_after_the_first_has_what_the_first_had_not():
     assert one.tpot_ms == pytest.approx(11)
 
 
+def test_a_token_of_several_choices_is_one_of_each():
+    one = replace(call({"prefill": 50}, {"decode": 100}, num_tokens=44), num_choices=4)
+    assert one.tpot_ms == pytest.approx(10)
+    assert sum(gather(tpot_parts(one)).values()) == pytest.approx(10)
+
+
 def test_what_others_cost_a_stream_is_divided_by_its_blame():
     one = call({"prefill_others": 30}, {"decode_others": 100}, others_prefill_ms=90)
     causes = gather(tpot_parts(one))

@@ -128,7 +128,7 @@ def _at(ranked: Sequence[tuple[float, CallFacts]], metric: Metric, percentile: i
         prompt_tokens=_mean(call.prompt_tokens for call in near),
         cached_tokens=_mean(call.cached_tokens for call in near),
         repeated_tokens=_mean(call.recomputed_tokens for call in near),
-        context_tokens=_mean(call.prompt_tokens + call.completion_tokens / 2 for call in near),
+        context_tokens=_mean(call.prompt_tokens + call.answer_tokens / 2 for call in near),
     )
 
 
@@ -146,7 +146,7 @@ def tpot_parts(call: CallFacts) -> Parts:
     of_prefill = min(max(call.others_prefill_ms - in_first, 0.0), others)
     after["decode_others"] = others - of_prefill
     after["prefill_others"] = after.get("prefill_others", 0.0) + of_prefill
-    num_gaps = max(call.completion_tokens - 1, 1)
+    num_gaps = max(call.answer_tokens - 1, 1)
     return _for_a_seat(call, {name: ms / num_gaps for name, ms in after.items()})
 
 

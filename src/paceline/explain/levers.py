@@ -47,9 +47,10 @@ def use_prefix_cache(situation: Situation) -> Proposal | None:
     if server is None or server.prefix_cache:
         return None
     share = situation.repeated_share
+    repeats = f"{share:.0%} of the prompt tokens repeat how an earlier prompt began"
     return Proposal(
         change={"--prefix-cache": ""},
-        text=f"{share:.0%} of the prompt tokens repeat how an earlier prompt began",
+        text=repeats if share >= 0.01 else "who lost or found no seat computes its prompt again",
         effect=rerun(prefix_cache=True),
         price="none: the answers are the same bits",
     )
@@ -129,7 +130,8 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
     server = situation.server
     if server is None or not _suffers(situation, "kv_memory"):
         return None
-    longest = max(call.prompt_tokens + call.completion_tokens for call in situation.facts.calls)
+    lengths = (call.prompt_tokens + call.answer_tokens for call in situation.facts.calls)
+    longest = math.ceil(max(lengths))
     block_bytes = server.block_size * server.kv_token_bytes
     num_bytes = -(-longest // server.block_size) * server.max_num_seqs * block_bytes
     pool = server.num_blocks * block_bytes
@@ -211,7 +213,7 @@ def smaller_blocks(situation: Situation) -> Proposal | None:
     server = situation.server
     if server is None or server.block_size <= 16 or not _suffers(situation, "kv_memory"):
         return None
-    lengths = [call.prompt_tokens + call.completion_tokens for call in situation.facts.calls]
+    lengths = [call.prompt_tokens + call.answer_tokens for call in situation.facts.calls]
     mean = sum(lengths) / len(lengths)
     num_tokens = server.num_blocks * server.block_size
     return Proposal(

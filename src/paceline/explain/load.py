@@ -20,8 +20,9 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     num_prompt: int
     num_shared: int  # first tokens of the prompt, of a beginning that all of the load share
-    num_output: int
+    num_output: int  # of each choice
     num_steps: int  # that gave those tokens: fewer where guesses were right
+    num_choices: int = 1
     after: int | None
     delay_s: float
     ready_s: float = 0.0  # from its coming until the engine has it
@@ -43,13 +44,15 @@ def load_of(calls: Sequence[CallFacts], *, finds_all: bool = True) -> list[Asked
     for i, call in enumerate(calls):
         leader = leaders[i]
         since = calls[0].began_at if leader is None else _end(calls[leader])
-        num_output = max(call.completion_tokens, 1)
+        num_output = max(round(call.answer_tokens), 1)
+        num_unstepped = round(call.unstepped_tokens / call.num_choices)
         load.append(
             Asked(
                 num_prompt=max(call.prompt_tokens, 1),
                 num_shared=min(shared[i], call.prompt_tokens),
                 num_output=num_output,
-                num_steps=max(num_output - call.unstepped_tokens, 1),
+                num_steps=max(num_output - num_unstepped, 1),
+                num_choices=call.num_choices,
                 after=leader,
                 delay_s=call.began_at - since,
                 ready_s=_seconds(call, "receive", "parse", "template", "tokenise"),

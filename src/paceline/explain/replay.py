@@ -50,11 +50,10 @@ def plan_of_run(facts: Facts, seed: int = 0) -> list[Planned]:
     planned = []
     for i, asked in enumerate(load):
         rest = _random_ids(seed + i, asked.num_prompt - asked.num_shared)
-        planned.append(
-            _planned(
-                shared[: asked.num_shared] + rest, asked.num_output, asked.delay_s, asked.after
-            )
-        )
+        prompt = shared[: asked.num_shared] + rest
+        request = _planned(prompt, asked.num_output, asked.delay_s, asked.after)
+        request.body["n"] = asked.num_choices
+        planned.append(request)
     return planned
 
 

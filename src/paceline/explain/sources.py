@@ -204,6 +204,7 @@ def _call(details: Mapping[str, Any], source: str) -> CallFacts:
         others_prefill_ms=call.blame.prefill_ms,
         prompt_tokens=call.prompt_tokens,
         completion_tokens=call.completion_tokens,
+        num_choices=max(call.num_choices, 1),
         repeated_tokens=call.repeated_tokens,
         cached_tokens=call.cached_tokens,
         unstepped_tokens=call.accepted_tokens + call.forced_tokens,

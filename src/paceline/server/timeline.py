@@ -36,6 +36,7 @@ def describe(call: Call) -> dict[str, Any]:
         "prompt_tokens": call.prompt_tokens,
         "cached_tokens": call.cached_tokens,
         "completion_tokens": call.completion_tokens,
+        "num_choices": call.num_choices,
         **call.figures(time.monotonic_ns()),
     }
 
