@@ -840,6 +840,29 @@ def test_a_known_table_is_scaled_to_the_steps_that_ran():
     assert scaled.seconds(4, 0) == pytest.approx(0.001 + 0.026)
 
 
+def test_f32_activations_are_told_where_a_table_says_what_steps_cost_without():
+    table = table_of(
+        ("prefill", 0, ((1, 0.01), (8, 0.02), (512, 0.6))), ("decode", 0, ((1, 0.01),))
+    )  # fmt: skip
+    machine = costs.Machine(
+        ceilings=MachineCeilings(machine=MACHINE, measured_at=0, busy_cores=0, by_threads=()),
+        costs=COSTS, num_threads=2, table=table,
+    )  # fmt: skip
+    steps = tuple(
+        replace(STEPS[0], num_decode=0, forward_s=0.05, duration_s=0.05) for _ in range(4)
+    )
+    one = call({"prefill": 50, "parse": 10}, {"decode": 500})
+    facts = Facts(source="x", calls=(one,), steps=steps, server=replace(SERVER, activations="f32"))
+    slow = situation_of(facts, machine)
+    found = advice(slow, "activations")
+    assert found.change == {"--activations": "q8"}
+    assert after(found, "ttft", 50) == pytest.approx(10 + 50 / 5)
+    assert after(found, "tpot", 50) == pytest.approx(10)
+    quick = situation_of(replace(facts, server=SERVER), machine)
+    assert advice(quick, "activations") is None
+    assert advice(situation(one, steps=steps, activations="f32"), "activations") is None
+
+
 def table_of(*curves: tuple[str, int, tuple[tuple[int, float], ...]]) -> StepTable:
     return StepTable(
         model="m", machine=MACHINE, num_threads=2, kv_dtype="f16", block_size=16,

@@ -299,6 +299,26 @@ def more_threads(situation: Situation) -> Proposal | None:
     )
 
 
+def round_activations(situation: Situation) -> Proposal | None:
+    """Integer multiply-adds, as the table of step costs was measured with."""
+    server, steps = situation.server, situation.steps
+    if server is None or server.activations != "f32" or steps is None or steps.table is None:
+        return None
+    left = min(1 / steps.scale, 1.0)
+
+    def predict(finding: Finding) -> float:
+        steps_ms = _sum(finding, "prefill", "decode", "others_prefill", "others_decode", "queue")
+        return finding.value_ms - (1 - left) * steps_ms
+
+    return Proposal(
+        change={"--activations": "q8"},
+        text=f"with f32 activations steps take {steps.scale:.1f} times as long",
+        effect=lambda _: predict,
+        price="quality: with SmolLM2-135M the mean KL to a float32 reference is 0.0030 nats",
+        is_lossy=True,
+    )
+
+
 def smaller_weights(situation: Situation) -> Proposal | None:
     """Decoding reads all weights for a token: fewer bits are fewer bytes."""
     server = situation.server
@@ -337,6 +357,7 @@ LEVERS: Mapping[str, Lever] = {
     "block-size": smaller_blocks,
     "kv-dtype": smaller_kv,
     "fewer max-num-seqs": fewer_seats,
+    "activations": round_activations,
     "format": smaller_weights,
 }
 
