@@ -269,4 +269,8 @@ def test_what_a_bench_wrote_is_explained(model, tmp_path, form):
     assert (found["num_calls"], found["num_failed"]) == (12, 0)
     ttft = [bound["bound"] for bound in found["bounds"] if bound["metric"] == "ttft"]
     assert ttft == ["queue"] * 3
+    figures = ("wall", "ttft", "tpot")
+    named = {name for bound in found["bounds"] for name in bound["overhead"]}
+    assert named
+    assert all("." not in name and name not in figures for name in named)
     assert any("estimate" in note for note in found["notes"]) == (form == "--json")

@@ -623,6 +623,15 @@ def test_a_bench_log_is_read_with_the_parts_that_the_server_told(tmp_path):
     assert (len(facts.calls), facts.num_failed) == (1, 1)
     assert facts.calls[0].first_parts == {"prefill": 60.0, "queue_budget": 35.0}
     assert find(facts.calls, "tpot", 50).main == "decode"
+    line["server_ms"] |= {"wall": 290.0, "ttft": 98.0, "tpot": 9.0, "ttft_parts.prefill": 60.0,
+                          "ttft_parts.send": 4.0, "decode_others": 80.0, "blame.prefill": 50.0,
+                          "blame.decode": 30.0}  # fmt: skip
+    path.write_text(json.dumps(line))
+    (read,) = from_file(path).calls
+    assert read.first_parts == {"prefill": 60.0, "send": 4.0}
+    assert set(read.parts) == {"prefill", "queue_budget", "decode", "decode_others", "residual"}
+    causes = gather(tpot_parts(read))
+    assert (causes["others_prefill"], causes["others_decode"]) == (2.5, 1.5)
     line["server_ms"] = {"dur": 5.0}
     path.write_text(json.dumps(line))
     with pytest.raises(ParameterError, match="--server-timings"):

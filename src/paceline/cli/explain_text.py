@@ -69,7 +69,7 @@ def print_explanation(found: Explanation) -> None:
 def print_verification(found: Verification) -> None:
     _say("")
     _say(
-        f"Verified: {change_text(found.change)}, {found.rounds} rounds in turns, "
+        f"Verified: {change_text(found.change)}, {_count(found.rounds, 'round')} in turns, "
         f"{found.num_calls} calls on each side{': ' + found.note if found.note else ''}"
     )
     table = Table(box=None)
