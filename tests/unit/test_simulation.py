@@ -253,6 +253,20 @@ def test_what_the_prefix_cache_had_given_up_is_shared_only_where_all_is_found():
     assert [asked.num_shared for asked in load_of(calls)] == [10, 32, 32]
 
 
+def test_a_turn_of_a_conversation_finds_all_of_the_turns_before_it():
+    """Of two conversations that take turns: a prompt repeats the one before, and has 50 more."""
+    turns = [
+        call(i, 100, prompt_tokens=50 * (1 + i // 2), repeated_tokens=i // 2 * 50 // 32 * 32)
+        for i in range(8)
+    ]
+    load, costs = load_of(turns), Line()
+    simulate(load, replace(SERVER, prefix_cache=True, num_blocks=256), costs)
+    computed = sum(asked.num_prompt - asked.num_shared for asked in load[2:])
+    # What the cache finds is to the token, so nothing that repeats is computed.
+    assert sum(p for _, p in costs.steps) == 2 * 50 + computed
+    assert [asked.donor for asked in load] == [None, None, 1, 2, 3, 4, 5, 6]
+
+
 def test_a_call_that_begins_when_another_ends_has_waited_for_it():
     # Two clients that ask one thing after the other, and one that comes by itself.
     calls = [call(7.0, 1000), call(7.1, 400), call(7.505, 300), call(8.01, 10), call(9.0, 10)]

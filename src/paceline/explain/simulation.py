@@ -25,11 +25,11 @@ from paceline.engine.sequence import Sequence
 from paceline.errors import ParameterError
 from paceline.explain.causes import Metric
 from paceline.explain.facts import ServerFacts
-from paceline.explain.load import Asked
+from paceline.explain.load import Asked, prompts_of
 from paceline.policies.base import Policy, load_policy
 from paceline.types import Request, SamplingParams
 
-_SHARED = 0  # the token of the beginning that prompts share; call i has i + 1
+_SHARED = 0  # the token of a beginning that nobody of the load had first; call i has i + 1
 
 
 class Costs(Protocol):
@@ -117,6 +117,7 @@ class _Run:
         self._now_s = 0.0
         self._due: list[tuple[float, int]] = []  # a heap: when a call comes, and which
         self._followers: dict[int, list[int]] = defaultdict(list)
+        self._prompts = prompts_of(load, lambda i, count: [_SHARED if i < 0 else i + 1] * count)
         self._place: dict[int, int] = {}  # number of a sequence -> place of its call in the load
         self._came_s: dict[int, float] = {}
         self._first_s: dict[int, float] = {}
@@ -152,8 +153,8 @@ class _Run:
 
     def _come(self, at_s: float, i: int) -> None:
         asked = self._load[i]
-        prompt = (_SHARED,) * asked.num_shared + (i + 1,) * (asked.num_prompt - asked.num_shared)
         self._came_s[i] = at_s
+        prompt = tuple(self._prompts[i])
         request = Request(id=str(i), prompt_token_ids=prompt, params=SamplingParams())
         number = len(self._place)
         self._place.update((number + choice, i) for choice in range(asked.num_choices))
