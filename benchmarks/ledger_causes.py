@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from ledger_server import Server
 
 WORD = "word "
+MANY_VALUES = 1_990_000  # a body with more than two million is refused unread
 TWIN = "twin"  # the same model under another name, where a server has two
 
 # Three thousand turns of a loop for each letter; a template may take a second in all.
@@ -141,12 +142,16 @@ def slow_template(server: Server) -> None:
 
 @contextmanager
 def bodies_being_parsed(server: Server) -> Iterator[None]:
-    """Four clients send 15 MB of JSON each, over and over; reading it holds the GIL."""
+    """Four clients send nearly as many values as a body may have, over and over.
+
+    Reading them holds the GIL.
+    """
     is_over = threading.Event()
+    content = server.content({"prompt": [7] * MANY_VALUES, "max_tokens": 1})
 
     def send(name: str) -> None:
         while not is_over.is_set():
-            server.complete(name, prompt=[[7] * 8] * 600_000, max_tokens=1)
+            server.send("completions", name, content)
 
     threads = [threading.Thread(target=send, args=(f"body-{i}",)) for i in range(4)]
     for thread in threads:
@@ -195,7 +200,7 @@ def too_long(server: Server) -> None:
 
 def big_nonsense(server: Server) -> None:
     """Many small values to read; the last one is not what it should be."""
-    server.complete("example", prompt=[[7]] * 500_000 + ["word"], max_tokens=1)
+    server.complete("example", prompt=[7] * MANY_VALUES + ["word"], max_tokens=1)
 
 
 def many_choices(server: Server) -> None:

@@ -51,7 +51,7 @@ EXAMPLES = {
         cause=causes.slow_upload, done="a body sent in pieces, half a second apart",
         helps="the client's network"),
     "parse": Example(
-        cause=causes.big_nonsense, done="500,000 prompts, the last of a wrong type: refused",
+        cause=causes.big_nonsense, done="two million token ids, the last of a wrong type: refused",
         helps="the client's bug"),
     "template": Example(
         cause=causes.slow_template, options="--chat-template {folder}/slow.jinja",
@@ -61,7 +61,8 @@ EXAMPLES = {
         cause=causes.too_long, done="12,000 words into a context of 8,192: refused",
         helps="cut prompts before sending"),
     "handoff": Example(
-        cause=causes.token_beside_bodies, done="one token, while four clients send bodies of 15 MB",
+        cause=causes.token_beside_bodies,
+        done="one token, while four clients send two million token ids each",
         helps="smaller bodies; the event loop waits for the GIL"),
     "queue_budget": Example(
         cause=causes.one_seat, options="--max-num-seqs 1",
@@ -113,7 +114,8 @@ EXAMPLES = {
         done="`--speculate ngram` on text that repeats itself",
         helps="right guesses are cheaper than steps; wrong ones are `blame`'s"),
     "gil_wait": Example(
-        cause=causes.stream_beside_bodies, done="a stream; four clients send bodies of 15 MB",
+        cause=causes.stream_beside_bodies,
+        done="a stream; four clients send two million token ids each",
         helps="smaller bodies; another server for them"),
     "grammar": Example(
         cause=causes.first_structure, done="the first JSON schema that the server sees, 20 tokens",

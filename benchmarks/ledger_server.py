@@ -30,10 +30,13 @@ class Server:
         self.post("chat/completions", name, **body)
 
     def post(self, route: str, name: str, **body: Any) -> None:
+        self.send(route, name, self.content(body))
+
+    def send(self, route: str, name: str, content: bytes) -> None:
         headers = {"content-type": "application/json", "x-request-id": name}
         url = f"{self.url}/v1/{route}"
         try:
-            urllib.request.urlopen(urllib.request.Request(url, self.content(body), headers)).read()
+            urllib.request.urlopen(urllib.request.Request(url, content, headers)).read()
         except urllib.error.HTTPError as error:  # a benchmark may be about a refusal
             error.read()
 

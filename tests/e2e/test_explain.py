@@ -128,6 +128,31 @@ def test_a_long_system_prompt_repeated_is_told_by_what_prompts_share(model):
     assert found.advice[0].lever == "prefix-cache"
 
 
+def test_choices_beyond_the_seats_are_told_by_the_queue_and_not_by_memory(model):
+    with PatientServer(model, max_num_seqs=2, kv_memory_bytes=2**25, prefix_cache=False) as server:
+        for i in range(2):
+            body = {"max_tokens": 60, "ignore_eos": True, "n": 8, "temperature": 1.0}
+            server.complete(prompt(300, seed=i), **body)
+        found = explained(server)
+    bound = bound_of(found, "tpot", 50)
+    assert (bound.bound, bound.cause) == ("queue", "queue")
+    assert "kv_memory" not in bound.causes
+    assert {"max-num-seqs", "prefix-cache"} <= {advice.lever for advice in found.advice}
+
+
+def test_system_prompts_that_push_each_other_out_are_told_by_memory_that_would_keep_them(model):
+    token_bytes = 2 * 3 * 64 * 2
+    with PatientServer(model, kv_memory_bytes=1600 * token_bytes) as server:  # of 3 x 1,040, 1
+        for i in range(9):
+            shared, own = prompt(1024, seed=77 + i % 3), prompt(16, seed=i)
+            server.complete(shared + own, max_tokens=2, ignore_eos=True, temperature=0)
+        found = explained(server)
+    assert found.repeated_share > 0.3
+    assert found.advice[0].lever == "kv-memory for prefixes"
+    effect = expected_of(found.advice[0], "ttft", 50)
+    assert effect.after_ms < 0.5 * effect.before_ms
+
+
 def test_a_prompt_that_was_found_in_the_cache_is_no_repeat(model):
     with PatientServer(model, kv_memory_bytes=2**25) as server:
         under_one_system_prompt(server, 1024)
@@ -269,4 +294,8 @@ def test_what_a_bench_wrote_is_explained(model, tmp_path, form):
     assert (found["num_calls"], found["num_failed"]) == (12, 0)
     ttft = [bound["bound"] for bound in found["bounds"] if bound["metric"] == "ttft"]
     assert ttft == ["queue"] * 3
+    figures = ("wall", "ttft", "tpot")
+    named = {name for bound in found["bounds"] for name in bound["overhead"]}
+    assert named
+    assert all("." not in name and name not in figures for name in named)
     assert any("estimate" in note for note in found["notes"]) == (form == "--json")

@@ -426,6 +426,16 @@ def test_server_timing_has_all_parts_of_a_whole_answer_and_the_known_ones_of_a_s
     assert "decode" not in streamed
 
 
+def test_the_steps_of_a_prompt_stand_with_its_first_choice_and_are_not_forgotten(server):
+    call = _completed(server, "apart", prompt=["0" * 40, "a"], n=3, max_tokens=5, ignore_eos=True)
+    choices = call["choices"]
+    assert call["num_choices"] == len(choices) == 6  # of which four have a seat at first
+    assert [choice["num_steps"] for choice in choices] == [len(c["steps"]) for c in choices]
+    assert [choice["num_steps_forgotten"] for choice in choices] == [0] * 6
+    assert choices[0]["num_steps"] == 5
+    assert choices[1]["num_steps"] == 4
+
+
 def test_a_timeline_is_found_by_both_ids_and_shows_each_step(server):
     server.client.headers["x-request-id"] = "both"
     try:

@@ -154,6 +154,14 @@ def test_caches_are_read_from_the_system(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("num_threads", "capacity"), [(1, 512), (2, 512), (3, 1024), (4, 1024), (64, 1024)]
+)
+def test_threads_beyond_the_cores_bring_no_caches_of_their_own(num_threads, capacity):
+    cache = Cache(level="L2", num_bytes=512, num_sharing=2)
+    assert cache.capacity(num_threads, num_cores=4) == capacity
+
+
 def test_where_the_system_says_nothing_caches_are_the_usual_ones(tmp_path):
     assert [cache.level for cache in read_caches(tmp_path / "none")] == ["L1", "L2"]
 

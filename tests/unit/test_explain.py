@@ -19,7 +19,7 @@ from paceline.cli.serve import serve
 from paceline.engine.memory import kv_token_bytes
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain import costs
-from paceline.explain.causes import WORDS, find, gather, tpot_causes
+from paceline.explain.causes import WORDS, cause_of, find, gather, tpot_parts
 from paceline.explain.costs import fit_steps, scaled_costs, table_seconds
 from paceline.explain.facts import CallFacts, Facts, ServerFacts, StepFacts
 from paceline.explain.levers import LEVERS, SMALLER_KV, options_of
@@ -108,14 +108,20 @@ def test_every_part_of_the_ledger_has_one_cause_and_none_is_lost():
 
 def test_a_token_after_the_first_has_what_the_first_had_not():
     one = call({"prefill": 50, "queue_budget": 20}, {"decode": 100, "sample": 10}, num_tokens=11)
-    assert tpot_causes(one) == {"prefill": 0, "queue": 0, "decode": 10, "overhead": 1,
-                                "others_decode": 0, "others_prefill": 0}  # fmt: skip
+    assert gather(tpot_parts(one)) == {"prefill": 0, "queue": 0, "decode": 10, "overhead": 1,
+                                       "others_decode": 0, "others_prefill": 0}  # fmt: skip
     assert one.tpot_ms == pytest.approx(11)
+
+
+def test_a_token_of_several_choices_is_one_of_each():
+    one = replace(call({"prefill": 50}, {"decode": 100}, num_tokens=44), num_choices=4)
+    assert one.tpot_ms == pytest.approx(10)
+    assert sum(gather(tpot_parts(one)).values()) == pytest.approx(10)
 
 
 def test_what_others_cost_a_stream_is_divided_by_its_blame():
     one = call({"prefill_others": 30}, {"decode_others": 100}, others_prefill_ms=90)
-    causes = tpot_causes(one)
+    causes = gather(tpot_parts(one))
     # 30 of the blame were in the TTFT: 60 of the 100 are prompts, 40 are tokens.
     assert (causes["others_prefill"], causes["others_decode"]) == (6.0, 4.0)
 
@@ -135,6 +141,45 @@ def test_the_tail_can_have_another_cause_than_the_median():
     calls += [call({"prefill": 10, "queue_kv": 500}, {}) for _ in range(5)]
     assert find(calls, "ttft", 50).main == "prefill"
     assert find(calls, "ttft", 99).main == "kv_memory"
+
+
+@pytest.mark.parametrize(("waited_for", "cause"), [("queue_kv", "kv_memory"),
+                                                   ("queue_budget", "queue")])  # fmt: skip
+def test_what_is_computed_again_is_the_price_of_what_was_waited_for(waited_for, cause):
+    lost = {waited_for: 10, "recompute": 500}
+    found = situation(call({"prefill": 5, **lost}, {"decode": 5, **lost}))
+    assert {finding.main for finding in found.findings} == {cause}
+    assert all(sum(f.causes.values()) == pytest.approx(f.value_ms) for f in found.findings)
+
+
+@pytest.mark.parametrize("part", [p.label for p in Part if cause_of(p.label) == "overhead"])
+def test_overhead_is_told_by_the_parts_that_it_is_made_of(part, capsys):
+    found = explain(situation(call({"prefill": 10, part: 70}, {"decode": 10, "sample": 5})))
+    bound = found.bounds[0]
+    assert (bound.bound, bound.overhead) == ("overhead", {part: 70})
+    print_explanation(found)
+    assert f"TTFT p50 is 80.0 ms: 88% of it is {WORDS['overhead']} ({part} 88%)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("cached", "chunk", "bound"),
+    [(0, 512, "compute"), (495, 512, "bandwidth"), (0, 4, "bandwidth")],
+)
+def test_a_prompt_whose_chunks_are_small_is_bound_by_bandwidth(cached, chunk, bound):
+    """10 ms a step and 1 ms a token: chunks below 10 tokens take longer by being steps."""
+    ran_s = 0.010 + chunk * 0.001
+    prefill = replace(STEPS[0], num_tokens=chunk, num_decode=0, forward_s=ran_s, duration_s=ran_s)
+    steps = (*STEPS, *[prefill] * 20_000)
+    one = replace(call({"prefill": 500}, {}, num_prompt=500), cached_tokens=cached)
+    assert explain(situation(one, steps=steps)).bounds[0].bound == bound
+
+
+@pytest.mark.parametrize("part", ["load", "turn"])
+def test_who_waits_for_another_model_is_bound_by_it_and_by_no_part_of_the_machine(part):
+    found = explain(situation(call({"prefill": 10, part: 500}, {"decode": 10, part: 500})))
+    assert {(bound.cause, bound.bound) for bound in found.bounds} == {("models", "other models")}
 
 
 def test_a_floor_counts_only_what_the_cache_did_not_have():
@@ -343,6 +388,22 @@ def test_kv_memory_lets_those_that_waited_share_the_steps():
     assert found.change == {"--kv-memory": "1M"}
 
 
+def test_beginnings_that_were_given_up_ask_for_memory_that_keeps_them():
+    """Three system prompts in turn, in a pool that holds two of them: each is computed again."""
+    alone = call({"prefill": 310}, {"decode": 40}, num_prompt=320, num_tokens=5)
+    calls = [
+        replace(alone, began_at=i * 0.5, repeated_tokens=288 if i >= 3 else 0) for i in range(12)
+    ]
+    found = advice(situation(*calls, num_blocks=45), "kv-memory for prefixes")
+    # 3 x 21 blocks of the first, and 3 for each of the others that none of them has.
+    assert found.change == {"--kv-memory": f"{-(-(3 * 21 + 9 * 3) * 16 * 1024 // 2**20)}M"}
+    assert "holds 720 tokens in all" in found.why
+    assert after(found, "ttft", 50) < 0.3 * 310
+    assert advice(situation(*calls, num_blocks=1000), "kv-memory for prefixes") is None
+    without = situation(*calls, num_blocks=45, prefix_cache=False)
+    assert advice(without, "kv-memory for prefixes") is None
+
+
 def test_a_client_that_reads_slowly_is_no_matter_of_seats():
     calls = queued(num_tokens=31)
     slow = [replace(c, wall_ms=c.wall_ms + 600, parts={**c.parts, "send": 600.0}) for c in calls]
@@ -385,6 +446,18 @@ def queued(*, num_tokens: int) -> list[CallFacts]:
              num_tokens=num_tokens)
         for i in range(4)
     ]  # fmt: skip
+
+
+def test_a_bound_that_starves_prompts_is_advised_to_go():
+    steps = tuple(replace(s, duration_s=0.010 + s.num_tokens * 1e-4) for s in STEPS)
+    stream = call({"prefill": 11}, {"decode": 1100}, num_prompt=1, num_tokens=101)
+    starved = call({"prefill": 375}, {}, num_prompt=500, num_tokens=1)
+    calls = (stream, *(replace(starved, began_at=0.1 * i) for i in (1, 2, 3)))
+    bound = situation(*calls, steps=steps, policy="slo:step_ms=1", prefix_cache=False)
+    found = advice(bound, "policy without a bound")
+    assert found.change == {"--policy": "fcfs"}
+    assert after(found, "ttft", 50) < 0.5 * 375
+    assert advice(situation(*calls, steps=steps), "policy without a bound") is None
 
 
 def test_seats_help_those_that_wait_for_them_and_slow_the_others():
@@ -550,6 +623,15 @@ def test_a_bench_log_is_read_with_the_parts_that_the_server_told(tmp_path):
     assert (len(facts.calls), facts.num_failed) == (1, 1)
     assert facts.calls[0].first_parts == {"prefill": 60.0, "queue_budget": 35.0}
     assert find(facts.calls, "tpot", 50).main == "decode"
+    line["server_ms"] |= {"wall": 290.0, "ttft": 98.0, "tpot": 9.0, "ttft_parts.prefill": 60.0,
+                          "ttft_parts.send": 4.0, "decode_others": 80.0, "blame.prefill": 50.0,
+                          "blame.decode": 30.0}  # fmt: skip
+    path.write_text(json.dumps(line))
+    (read,) = from_file(path).calls
+    assert read.first_parts == {"prefill": 60.0, "send": 4.0}
+    assert set(read.parts) == {"prefill", "queue_budget", "decode", "decode_others", "residual"}
+    causes = gather(tpot_parts(read))
+    assert (causes["others_prefill"], causes["others_decode"]) == (2.5, 1.5)
     line["server_ms"] = {"dur": 5.0}
     path.write_text(json.dumps(line))
     with pytest.raises(ParameterError, match="--server-timings"):
@@ -765,6 +847,29 @@ def test_a_known_table_is_scaled_to_the_steps_that_ran():
     assert scaled.seconds(0, 512) == pytest.approx(0.001 + 1.2)
     assert scaled.seconds(0, 8) == pytest.approx(0.001 + 0.04)
     assert scaled.seconds(4, 0) == pytest.approx(0.001 + 0.026)
+
+
+def test_f32_activations_are_told_where_a_table_says_what_steps_cost_without():
+    table = table_of(
+        ("prefill", 0, ((1, 0.01), (8, 0.02), (512, 0.6))), ("decode", 0, ((1, 0.01),))
+    )  # fmt: skip
+    machine = costs.Machine(
+        ceilings=MachineCeilings(machine=MACHINE, measured_at=0, busy_cores=0, by_threads=()),
+        costs=COSTS, num_threads=2, table=table,
+    )  # fmt: skip
+    steps = tuple(
+        replace(STEPS[0], num_decode=0, forward_s=0.05, duration_s=0.05) for _ in range(4)
+    )
+    one = call({"prefill": 50, "parse": 10}, {"decode": 500})
+    facts = Facts(source="x", calls=(one,), steps=steps, server=replace(SERVER, activations="f32"))
+    slow = situation_of(facts, machine)
+    found = advice(slow, "activations")
+    assert found.change == {"--activations": "q8"}
+    assert after(found, "ttft", 50) == pytest.approx(10 + 50 / 5)
+    assert after(found, "tpot", 50) == pytest.approx(10)
+    quick = situation_of(replace(facts, server=SERVER), machine)
+    assert advice(quick, "activations") is None
+    assert advice(situation(one, steps=steps, activations="f32"), "activations") is None
 
 
 def table_of(*curves: tuple[str, int, tuple[tuple[int, float], ...]]) -> StepTable:

@@ -325,6 +325,29 @@ def test_a_choice_without_a_seat_waited_in_the_queue_before_its_prompt_only():
         assert_closes(answers["a", index].end.ledger)
 
 
+def test_a_small_step_that_stalled_says_nothing_of_what_larger_ones_would_cost_alone():
+    cost = StepCost()
+    cost.observe(3, 218.0)  # the first step of a server
+    cost.observe(24, 58.0)
+    assert cost.share(1, 24) == pytest.approx(1 / 24)  # as if no small one had been seen
+    cost.observe(1, 6.0)
+    assert cost.share(1, 24) == pytest.approx(6 / 58)
+    cost.observe(2, 5.0)  # one row waits for the weights as long as two: no stall
+    assert cost.share(1, 2) == 1.0
+
+
+def test_a_choice_without_a_seat_computes_the_prompt_again_and_blames_no_preemption():
+    engine, _ = make(max_num_seqs=2, prefix_cache=False)
+    answers = Answers()
+    engine.submit(make_request("a", (1,) * 20, greedy(5, n=4)), answers)
+    finish(engine)
+    for index in range(4):
+        ledger = answers["a", index].end.ledger
+        assert (ms(ledger, Part.RECOMPUTE) >= 20) == (index >= 2)
+        assert (ledger.num_preemptions, ledger.preempted_ns) == (0, 0)
+        assert_closes(ledger)
+
+
 def test_choices_given_up_in_the_prompt_have_its_time():
     engine, clock = make(max_batched_tokens=16)
     answers = Answers()

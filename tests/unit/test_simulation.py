@@ -54,7 +54,9 @@ def engine_steps(load: list[Asked], server: ServerFacts) -> tuple[list[tuple[int
     )  # fmt: skip
     answers = Answers()
     for i, call in enumerate(load):
-        params = SamplingParams(temperature=0, max_tokens=call.num_output, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=call.num_output, ignore_eos=True, n=call.num_choices
+        )
         own = [i + 1] * (call.num_prompt - call.num_shared)
         prompt = (0,) * call.num_shared + tuple(own)
         engine.submit(make_request(str(i), prompt, params), answers)
@@ -82,6 +84,29 @@ def test_the_steps_are_those_of_the_engine(changes):
     assert simulate(LOAD, server, costs) is not None
     assert costs.steps == steps
     assert (num_preemptions > 0) == ("num_blocks" in changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_num_seqs": 3}, {"num_blocks": 14}, {"max_num_seqs": 2, "prefix_cache": True}],
+    ids=str,
+)
+def test_choices_of_a_call_take_the_steps_that_the_engine_gives_them(changes):
+    server, costs = replace(SERVER, **changes), Line()
+    load = [replace(one, num_choices=n) for one, n in zip(LOAD, (1, 4, 3, 2, 5, 1, 2), strict=True)]
+    steps, num_preemptions = engine_steps(load, server)
+    found = simulate(load, server, costs)
+    assert costs.steps == steps
+    assert len(found.ttft_ms) == len(load)
+    assert (num_preemptions > 0) == ("num_blocks" in changes)
+
+
+def test_a_call_ends_with_the_last_of_its_choices():
+    found = simulate(
+        [replace(asked(64, 3), num_choices=2)], replace(SERVER, max_num_seqs=1), Line()
+    )
+    # The second waits for two steps of the first, and has to compute the prompt again.
+    assert found.tpot_ms == pytest.approx([(2 * 11 + 74 + 11 + 11) / 2])
 
 
 def test_a_shared_beginning_is_computed_once_where_the_engine_does():
@@ -118,6 +143,12 @@ def test_who_follows_another_call_comes_when_that_one_has_ended():
 
 def test_answers_of_one_token_have_no_tpot():
     assert simulate([asked(5, 1)], SERVER, Line()).at("tpot", 50) is None
+
+
+def test_tokens_that_took_no_step_share_the_time_of_those_that_did():
+    guessed = replace(asked(64, 9), num_steps=3)
+    found = simulate([guessed], SERVER, Line())
+    assert found.tpot_ms == pytest.approx([2 * 11 / 8])  # as a call's own is: by all its tokens
 
 
 def test_a_call_that_no_memory_holds_is_not_predicted():
@@ -215,12 +246,40 @@ def test_what_the_prefix_cache_found_is_shared_also_by_those_that_came_too_early
     assert [asked.num_shared for asked in load_of(calls[:2])] == [0, 0]
 
 
+def test_what_the_prefix_cache_had_given_up_is_shared_only_where_all_is_found():
+    known = {"prompt_tokens": 60, "repeated_tokens": 32}
+    calls = [call(0, 10), call(1, 10, cached_tokens=0, **known), call(2, 10, **known)]
+    assert [asked.num_shared for asked in load_of(calls, finds_all=False)] == [0, 0, 0]
+    assert [asked.num_shared for asked in load_of(calls)] == [10, 32, 32]
+
+
+def test_a_turn_of_a_conversation_finds_all_of_the_turns_before_it():
+    """Of two conversations that take turns: a prompt repeats the one before, and has 50 more."""
+    turns = [
+        call(i, 100, prompt_tokens=50 * (1 + i // 2), repeated_tokens=i // 2 * 50 // 32 * 32)
+        for i in range(8)
+    ]
+    load, costs = load_of(turns), Line()
+    simulate(load, replace(SERVER, prefix_cache=True, num_blocks=256), costs)
+    computed = sum(asked.num_prompt - asked.num_shared for asked in load[2:])
+    # What the cache finds is to the token, so nothing that repeats is computed.
+    assert sum(p for _, p in costs.steps) == 2 * 50 + computed
+    assert [asked.donor for asked in load] == [None, None, 1, 2, 3, 4, 5, 6]
+
+
 def test_a_call_that_begins_when_another_ends_has_waited_for_it():
     # Two clients that ask one thing after the other, and one that comes by itself.
     calls = [call(7.0, 1000), call(7.1, 400), call(7.505, 300), call(8.01, 10), call(9.0, 10)]
     load = load_of(calls[::-1])
     assert [asked.after for asked in load] == [None, None, 1, 0, None]
     assert [asked.delay_s for asked in load] == pytest.approx([0, 0.1, 0.005, 0.01, 2.0])
+
+
+def test_choices_of_a_call_are_as_long_as_the_mean_one():
+    (found,) = load_of(
+        [replace(call(0, 1, num_choices=2, unstepped_tokens=4), completion_tokens=12)]
+    )
+    assert (found.num_output, found.num_steps, found.num_choices) == (6, 4, 2)
 
 
 def test_tokens_that_took_no_step_are_no_steps_of_the_load():

@@ -4,6 +4,8 @@ import threading
 import time
 from itertools import pairwise
 
+import pytest
+
 from paceline.config import EngineConfig
 from paceline.embedding.build import open_embedder
 from paceline.engine.turns import Turns
@@ -139,3 +141,20 @@ def test_the_next_engine_of_a_model_goes_on_with_its_totals_and_numbers():
         assert recorder.counters.num_steps == num_steps
         recorder = recorder.successor()
         assert [step.number for step in recorder.log.since(0)] == list(range(num_steps))
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_who_leaves_while_another_engine_has_the_turn_has_waited_for_it(num_steps):
+    engine, clock = make()
+    answers = Answers()
+    engine.submit(make_request("a", (1,) * 10, greedy(9)), answers)
+    for _ in range(num_steps):
+        engine.step()
+    clock.now_ns += 7 * MS
+    engine._turn_ns = 5 * MS
+    engine.abort("a")
+    engine.step()
+    ledger = answers["a", 0].end.ledger
+    assert ms(ledger, Part.TURN) == 5.0
+    assert ms(ledger, Part.ENGINE if num_steps else Part.QUEUE_BUDGET) == 2.0
+    assert sum(ledger.ns) == ledger.end_ns - ledger.begin_ns

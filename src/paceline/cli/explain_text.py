@@ -69,7 +69,7 @@ def print_explanation(found: Explanation) -> None:
 def print_verification(found: Verification) -> None:
     _say("")
     _say(
-        f"Verified: {change_text(found.change)}, {found.rounds} rounds in turns, "
+        f"Verified: {change_text(found.change)}, {_count(found.rounds, 'round')} in turns, "
         f"{found.num_calls} calls on each side{': ' + found.note if found.note else ''}"
     )
     table = Table(box=None)
@@ -120,8 +120,17 @@ def _sentence(bound: Bound) -> str:
         floor = f"; alone on this machine it could be {_ms(bound.floor_ms)} ms"
     return (
         f"{_NAMES[bound.metric]} p{bound.percentile} is {_ms(bound.value_ms)} ms: {share:.0%} of "
-        f"it is {WORDS[bound.cause]}{floor}."
+        f"it is {WORDS[bound.cause]}{_overhead(bound)}{floor}."
     )
+
+
+def _overhead(bound: Bound) -> str:
+    """Name the parts of the ledger that most of it is, where overhead is the cause."""
+    if bound.cause != "overhead":
+        return ""
+    parts = ((name, ms / bound.value_ms) for name, ms in bound.overhead.items())
+    named = [f"{name} {share:.0%}" for name, share in parts if share >= _SMALL]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def _advice(advice: Advice) -> str:

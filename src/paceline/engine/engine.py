@@ -270,6 +270,8 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to run."""
+        if self._turn_ns:
+            self._recorder.turned(self._clock(), self._turn_ns)
         if self._inbox:
             self._read_inbox()
         start_ns = self._clock()

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 class Recorder(Protocol):
     """What the engine tells about itself. All but `open` is called by the engine's thread.
 
-    A step is `ran`, then any `fork`, `masked`, `sampled`, any `verified`, `first_text` and
-    `close`, then `committed`.
+    A step is `turned` where others' steps kept it waiting, `ran`, then any `fork`, `masked`,
+    `sampled`, any `verified`, `first_text` and `close`, then `committed`.
     """
 
     def open(self, begin_ns: int, now_ns: int) -> Ledger | None:
         """Return the ledger of a request that is queued now; `begin_ns` is its arrival."""
+
+    def turned(self, now_ns: int, turn_ns: int) -> None:
+        """The engine has its turn, and has waited for it for so long."""
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
@@ -52,6 +55,9 @@ class NoRecorder:
 
     def open(self, begin_ns: int, now_ns: int) -> None:
         return None
+
+    def turned(self, now_ns: int, turn_ns: int) -> None:
+        pass
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip

@@ -27,7 +27,7 @@ WORDS = {
     "queue": "waiting for a seat or for room in a step",
     "models": "other models of the server: their steps, and waiting until its own is loaded",
     "kv_memory": "waiting for KV memory, and computing again what a preemption threw away",
-    "overhead": "Python around the steps: parsing, scheduling, sampling, text",
+    "overhead": "what is done around the computing",
     "reader": "a client that reads slowly",
     "upload": "a client that sends slowly",
 }
@@ -47,6 +47,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     percentile: int
     value_ms: float
     causes: Causes  # the largest first
+    overhead: Parts  # the parts of the ledger that the overhead is made of, the largest first
     num_calls: int  # that have the metric
     prompt_tokens: float  # means over the calls near the percentile
     cached_tokens: float  # of the prompts, found in the prefix cache
@@ -98,7 +99,7 @@ def curve(calls: Sequence[CallFacts], metric: Metric) -> list[Finding]:
 
 
 def _ranked(calls: Iterable[CallFacts], metric: Metric) -> list[tuple[float, CallFacts]]:
-    value_of = _READ[metric][0]
+    value_of = _VALUES[metric]
     return sorted(
         ((value, call) for call in calls if (value := value_of(call)) is not None),
         key=lambda pair: pair[0],
@@ -106,63 +107,84 @@ def _ranked(calls: Iterable[CallFacts], metric: Metric) -> list[tuple[float, Cal
 
 
 def _at(ranked: Sequence[tuple[float, CallFacts]], metric: Metric, percentile: int) -> Finding:
-    causes_of = _READ[metric][1]
     rank = round(percentile / 100 * (len(ranked) - 1))
     reach = int(_NEIGHBOURS * len(ranked) / 2)
     near = [call for _, call in ranked[max(rank - reach, 0) : rank + reach + 1]]
     value = ranked[rank][0]
-    summed: Causes = defaultdict(float)
+    summed: Parts = defaultdict(float)
     for call in near:
-        for cause, ms in causes_of(call).items():
-            summed[cause] += ms
+        for name, ms in _PARTS[metric](call).items():
+            summed[name] += ms
     total = sum(summed.values())
     scale = value / total if total else 0.0
-    in_order = sorted(summed.items(), key=lambda item: -item[1])
+    overhead = {name: ms for name, ms in summed.items() if cause_of(name) == "overhead"}
     return Finding(
         metric=metric,
         percentile=percentile,
         value_ms=value,
-        causes={cause: ms * scale for cause, ms in in_order if ms > 0},
+        causes=_scaled(gather(summed), scale),
+        overhead=_scaled(overhead, scale),
         num_calls=len(ranked),
         prompt_tokens=_mean(call.prompt_tokens for call in near),
         cached_tokens=_mean(call.cached_tokens for call in near),
         repeated_tokens=_mean(call.recomputed_tokens for call in near),
-        context_tokens=_mean(call.prompt_tokens + call.completion_tokens / 2 for call in near),
+        context_tokens=_mean(call.prompt_tokens + call.answer_tokens / 2 for call in near),
     )
 
 
-def ttft_causes(call: CallFacts) -> Causes:
-    return gather(call.first_parts)
+def ttft_parts(call: CallFacts) -> Parts:
+    return _for_a_seat(call, call.first_parts)
 
 
-def tpot_causes(call: CallFacts) -> Causes:
-    """Return the causes of a token after the first. Others' part is divided by the call's blame."""
+def tpot_parts(call: CallFacts) -> Parts:
+    """Return the parts of a token after the first. Others' part is divided by the call's blame."""
     after = {
         name: max(ms - call.first_parts.get(name, 0.0), 0.0) for name, ms in call.parts.items()
     }
     others = after.get("decode_others", 0.0)
     in_first = call.parts.get("prefill_others", 0.0)
     of_prefill = min(max(call.others_prefill_ms - in_first, 0.0), others)
-    causes = gather({**after, "decode_others": others - of_prefill})
-    causes["others_prefill"] = causes.get("others_prefill", 0.0) + of_prefill
-    num_gaps = max(call.completion_tokens - 1, 1)
-    return {cause: ms / num_gaps for cause, ms in causes.items()}
+    after["decode_others"] = others - of_prefill
+    after["prefill_others"] = after.get("prefill_others", 0.0) + of_prefill
+    num_gaps = max(call.answer_tokens - 1, 1)
+    return _for_a_seat(call, {name: ms / num_gaps for name, ms in after.items()})
+
+
+def _for_a_seat(call: CallFacts, parts: Parts) -> Parts:
+    """Return parts in which computing again is the queue's, where memory was not what lacked.
+
+    Who is preempted for memory waits for it; others had to leave their seat, or found none.
+    """
+    if not parts.get("recompute") or call.parts.get("queue_kv"):
+        return parts
+    queue_ms = parts.get("queue_budget", 0.0) + parts["recompute"]
+    return {**parts, "recompute": 0.0, "queue_budget": queue_ms}
 
 
 def gather(parts: Parts) -> Causes:
-    """Return the milliseconds of each cause; what is nobody's is overhead."""
+    """Return the milliseconds of each cause."""
     causes: Causes = defaultdict(float)
     for name, ms in parts.items():
-        causes[_CAUSE_OF.get(name, "overhead")] += ms
+        causes[cause_of(name)] += ms
     return dict(causes)
 
 
-_READ: dict[
-    Metric, tuple[Callable[[CallFacts], float | None], Callable[[CallFacts], Causes]]
-] = {
-    "ttft": (lambda call: call.ttft_ms, ttft_causes),
-    "tpot": (lambda call: call.tpot_ms, tpot_causes),
-}  # fmt: skip
+def cause_of(part: str) -> str:
+    """Return the cause that a part belongs to; what is nobody's is overhead."""
+    return _CAUSE_OF.get(part, "overhead")
+
+
+_VALUES: dict[Metric, Callable[[CallFacts], float | None]] = {
+    "ttft": lambda call: call.ttft_ms,
+    "tpot": lambda call: call.tpot_ms,
+}
+_PARTS: dict[Metric, Callable[[CallFacts], Parts]] = {"ttft": ttft_parts, "tpot": tpot_parts}
+
+
+def _scaled(values: dict[str, float], scale: float) -> dict[str, float]:
+    """Return those above nothing, times `scale`, the largest first."""
+    in_order = sorted(values.items(), key=lambda item: -item[1])
+    return {name: ms * scale for name, ms in in_order if ms > 0}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -19,7 +19,8 @@ class CallFacts(Struct, frozen=True, kw_only=True):
     first_parts: Parts
     others_prefill_ms: float  # lost to the prompts of others, in all
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int  # of all choices
+    num_choices: int = 1
     repeated_tokens: int = 0  # of the prompt, as an earlier one began
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     unstepped_tokens: int = 0  # of the answer: guesses and forced ones, which had no step
@@ -32,11 +33,16 @@ class CallFacts(Struct, frozen=True, kw_only=True):
         return max(self.repeated_tokens - self.cached_tokens, 0)
 
     @property
+    def answer_tokens(self) -> float:
+        """Tokens of a choice, on the mean."""
+        return self.completion_tokens / self.num_choices
+
+    @property
     def tpot_ms(self) -> float | None:
-        """Milliseconds a token after the first content, as its reader gets them."""
-        if self.ttft_ms is None or self.completion_tokens < 2:
+        """Milliseconds a token after the first content, as the reader of a choice gets them."""
+        if self.ttft_ms is None or self.answer_tokens < 2:
             return None
-        return (self.wall_ms - self.ttft_ms) / (self.completion_tokens - 1)
+        return (self.wall_ms - self.ttft_ms) / (self.answer_tokens - 1)
 
 
 class StepFacts(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from paceline.explain.situation import Situation
 _ROOMY_BUDGET = 512
 _MOST_SEATS = 256
 _SEATS_FULL = 0.3  # share of the time from which on seats are taken for what is waited for
+_FORGOTTEN = 0.1  # share of the prompt tokens that the prefix cache had, and has no more
 _SMALL_BITS = 4.6  # a weight in the small formats: Q4_K_M, Q4_1
 _SLO_MARGIN = 1.6  # a step may take so many times what the streams' own tokens take
 _SLO_FLOOR = 17  # tokens: what `slo` always gives a prompt, and one stream
@@ -46,9 +47,10 @@ def use_prefix_cache(situation: Situation) -> Proposal | None:
     if server is None or server.prefix_cache:
         return None
     share = situation.repeated_share
+    repeats = f"{share:.0%} of the prompt tokens repeat how an earlier prompt began"
     return Proposal(
         change={"--prefix-cache": ""},
-        text=f"{share:.0%} of the prompt tokens repeat how an earlier prompt began",
+        text=repeats if share >= 0.01 else "who lost or found no seat computes its prompt again",
         effect=rerun(prefix_cache=True),
         price="none: the answers are the same bits",
     )
@@ -128,7 +130,8 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
     server = situation.server
     if server is None or not _suffers(situation, "kv_memory"):
         return None
-    longest = max(call.prompt_tokens + call.completion_tokens for call in situation.facts.calls)
+    lengths = (call.prompt_tokens + call.answer_tokens for call in situation.facts.calls)
+    longest = math.ceil(max(lengths))
     block_bytes = server.block_size * server.kv_token_bytes
     num_bytes = -(-longest // server.block_size) * server.max_num_seqs * block_bytes
     pool = server.num_blocks * block_bytes
@@ -139,6 +142,30 @@ def more_kv_memory(situation: Situation) -> Proposal | None:
         effect=rerun(num_blocks=megabytes * 2**20 // block_bytes),
         price=f"{megabytes - pool / 2**20:,.0f} MiB more memory",
         is_trade=any(finding.main == "kv_memory" for finding in situation.findings),
+    )
+
+
+def keep_prefixes(situation: Situation) -> Proposal | None:
+    """The prefix cache has room for all that ran, and need not give up what comes again."""
+    server = situation.server
+    if server is None or not server.prefix_cache or _suffers(situation, "kv_memory"):
+        return None
+    num_blocks = sum(
+        -(-(call.prompt_tokens + call.completion_tokens) // server.block_size)
+        - max(call.repeated_tokens, call.cached_tokens) // server.block_size
+        for call in situation.facts.calls
+    )
+    share = situation.repeated_share
+    if share < _FORGOTTEN or num_blocks <= server.num_blocks:
+        return None
+    block_bytes = server.block_size * server.kv_token_bytes
+    megabytes = math.ceil(num_blocks * block_bytes / 2**20)
+    return Proposal(
+        change={"--kv-memory": f"{megabytes}M"},
+        text=f"the KV cache holds {server.num_blocks * server.block_size} tokens in all and gave "
+        f"up beginnings that came again, {share:.0%} of the prompt tokens",
+        effect=rerun(finds_all=True, num_blocks=megabytes * 2**20 // block_bytes),
+        price=f"{megabytes - server.num_blocks * block_bytes / 2**20:,.0f} MiB more memory",
     )
 
 
@@ -186,7 +213,7 @@ def smaller_blocks(situation: Situation) -> Proposal | None:
     server = situation.server
     if server is None or server.block_size <= 16 or not _suffers(situation, "kv_memory"):
         return None
-    lengths = [call.prompt_tokens + call.completion_tokens for call in situation.facts.calls]
+    lengths = [call.prompt_tokens + call.answer_tokens for call in situation.facts.calls]
     mean = sum(lengths) / len(lengths)
     num_tokens = server.num_blocks * server.block_size
     return Proposal(
@@ -212,6 +239,19 @@ def bound_steps(situation: Situation) -> Proposal | None:
         effect=rerun(policy=policy),
         price="prompts beside streams take longer: their TTFT grows",
         is_trade=any(finding.main == "others_prefill" for finding in hurt),
+    )
+
+
+def free_steps(situation: Situation) -> Proposal | None:
+    """Prompts fill the steps beside streams, too, where a bound on them let few tokens in."""
+    server = situation.server
+    if server is None or not server.policy.startswith("slo"):
+        return None
+    return Proposal(
+        change={"--policy": "fcfs"},
+        text=f"{server.policy} leaves prompts little of the steps beside streams",
+        effect=rerun(policy="fcfs"),
+        price="streams beside a prompt wait longer for a token",
     )
 
 
@@ -259,6 +299,26 @@ def more_threads(situation: Situation) -> Proposal | None:
     )
 
 
+def round_activations(situation: Situation) -> Proposal | None:
+    """Integer multiply-adds, as the table of step costs was measured with."""
+    server, steps = situation.server, situation.steps
+    if server is None or server.activations != "f32" or steps is None or steps.table is None:
+        return None
+    left = min(1 / steps.scale, 1.0)
+
+    def predict(finding: Finding) -> float:
+        steps_ms = _sum(finding, "prefill", "decode", "others_prefill", "others_decode", "queue")
+        return finding.value_ms - (1 - left) * steps_ms
+
+    return Proposal(
+        change={"--activations": "q8"},
+        text=f"with f32 activations steps take {steps.scale:.1f} times as long",
+        effect=lambda _: predict,
+        price="quality: with SmolLM2-135M the mean KL to a float32 reference is 0.0030 nats",
+        is_lossy=True,
+    )
+
+
 def smaller_weights(situation: Situation) -> Proposal | None:
     """Decoding reads all weights for a token: fewer bits are fewer bytes."""
     server = situation.server
@@ -287,14 +347,17 @@ LEVERS: Mapping[str, Lever] = {
     "prefix-cache": use_prefix_cache,
     "threads": more_threads,
     "kv-memory": more_kv_memory,
+    "kv-memory for prefixes": keep_prefixes,
     "no drafts": stop_drafting,
     "max-batched-tokens": raise_budget,
     "policy": bound_steps,
+    "policy without a bound": free_steps,
     "max-num-seqs": more_seats,
     "smaller max-batched-tokens": lower_budget,
     "block-size": smaller_blocks,
     "kv-dtype": smaller_kv,
     "fewer max-num-seqs": fewer_seats,
+    "activations": round_activations,
     "format": smaller_weights,
 }
 

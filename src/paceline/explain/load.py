@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
 from paceline.explain.facts import CallFacts
+
+Draw = Callable[[int, int], Sequence[int]]
 
 _FOLLOWS_S = 0.02  # a client that asks again at once needs so long at most; a person does not
 
@@ -19,9 +21,11 @@ class Asked(Struct, frozen=True, kw_only=True):
     """
 
     num_prompt: int
-    num_shared: int  # first tokens of the prompt, of a beginning that all of the load share
-    num_output: int
+    num_shared: int  # first tokens of the prompt, as an earlier one began
+    donor: int | None = None  # the place of that one; None: it came before all of the load
+    num_output: int  # of each choice
     num_steps: int  # that gave those tokens: fewer where guesses were right
+    num_choices: int = 1
     after: int | None
     delay_s: float
     ready_s: float = 0.0  # from its coming until the engine has it
@@ -29,26 +33,31 @@ class Asked(Struct, frozen=True, kw_only=True):
     has_content: bool = True  # else there is nothing that its TTFT could count to
 
 
-def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
+def load_of(calls: Sequence[CallFacts], *, finds_all: bool = True) -> list[Asked]:
     """Return the load of recorded calls, in the order in which they came.
 
-    Which beginnings the prompts had in common is not known, only how long they were: they are
-    taken for one, and the first call of all begins with it, too.
+    Which beginnings the prompts had in common is not known, only how long they were: each is taken
+    to be that of the call before it that is long enough, prompt and answer; where there is none,
+    of one that all such calls, and the first of all, begin with. Without `finds_all` only what the
+    prefix cache had of them counts: the rest it had given up.
     """
     calls = sorted(calls, key=lambda call: call.began_at)
-    shared = _shared(calls)
+    shared = _shared(calls, finds_all)
     leaders = _leaders(calls)
     load = []
     for i, call in enumerate(calls):
         leader = leaders[i]
         since = calls[0].began_at if leader is None else _end(calls[leader])
-        num_output = max(call.completion_tokens, 1)
+        num_output = max(round(call.answer_tokens), 1)
+        num_unstepped = round(call.unstepped_tokens / call.num_choices)
         load.append(
             Asked(
                 num_prompt=max(call.prompt_tokens, 1),
                 num_shared=min(shared[i], call.prompt_tokens),
+                donor=_donor(calls[:i], shared[i]),
                 num_output=num_output,
-                num_steps=max(num_output - call.unstepped_tokens, 1),
+                num_steps=max(num_output - num_unstepped, 1),
+                num_choices=call.num_choices,
                 after=leader,
                 delay_s=call.began_at - since,
                 ready_s=_seconds(call, "receive", "parse", "template", "tokenise"),
@@ -59,14 +68,43 @@ def load_of(calls: Sequence[CallFacts]) -> list[Asked]:
     return load
 
 
-def _shared(calls: Sequence[CallFacts]) -> list[int]:
+def prompts_of(load: Sequence[Asked], draw: Draw) -> list[list[int]]:
+    """Return the tokens of each prompt; `draw(i, n)` gives `n` that are call i's own, -1 nobody's.
+
+    An answer is taken to have tokens of its call's own, too.
+    """
+    prompts: list[list[int]] = []
+    for i, asked in enumerate(load):
+        if asked.donor is None:
+            known = draw(-1, asked.num_shared)
+        else:
+            answer = draw(asked.donor, load[asked.donor].num_output)
+            known = [*prompts[asked.donor], *answer][: asked.num_shared]
+        prompts.append([*known, *draw(i, asked.num_prompt - len(known))])
+    return prompts
+
+
+def _donor(calls: Sequence[CallFacts], num_shared: int) -> int | None:
+    """Return the last of the calls that has as many tokens; None where nothing is shared."""
+    if not num_shared:
+        return None
+    return next(
+        (
+            i for i in reversed(range(len(calls)))
+            if calls[i].prompt_tokens + calls[i].answer_tokens >= num_shared
+        ),
+        None,
+    )  # fmt: skip
+
+
+def _shared(calls: Sequence[CallFacts], finds_all: bool) -> list[int]:
     """Return how many first tokens each prompt has in common with others.
 
     Repeats are counted in blocks of 32; the prefix cache finds shorter ones, such as the beginning
     that a chat template gives. Who came before the first prompt was computed found nothing: it is
     taken to share what all that came later do.
     """
-    found = [max(call.repeated_tokens, call.cached_tokens) for call in calls]
+    found = [call.cached_tokens + finds_all * call.recomputed_tokens for call in calls]
     if not found:
         return []
     first_ms = calls[0].wall_ms if calls[0].ttft_ms is None else calls[0].ttft_ms

@@ -34,6 +34,7 @@ class CallRecord(Struct, kw_only=True):
     cached_tokens: Count = 0
     accepted_tokens: Count = 0
     forced_tokens: Count = 0
+    num_choices: Count = 1
     blame: Blame = field(default_factory=Blame)
 
 

@@ -19,7 +19,7 @@ from paceline.bench.traces import read_trace
 from paceline.bench.workload_files import read_lines
 from paceline.errors import PacelineError, ParameterError
 from paceline.explain.facts import Facts
-from paceline.explain.load import load_of
+from paceline.explain.load import load_of, prompts_of
 from paceline.explain.recordings import checked
 from paceline.explain.sources import from_server
 
@@ -43,18 +43,15 @@ class Planned(Struct, frozen=True, kw_only=True):
 def plan_of_run(facts: Facts, seed: int = 0) -> list[Planned]:
     """Return requests as long as those that were recorded, when they came: of random tokens.
 
-    Prompts that repeated a beginning have one in common, as long as it was; the first has it, too.
+    Prompts that repeated a beginning begin like one before them, as far as they did.
     """
     load = load_of(facts.calls)
-    shared = _random_ids(seed - 1, max(asked.num_shared for asked in load))
+    prompts = prompts_of(load, lambda i, count: _random_ids(seed + i, count))
     planned = []
-    for i, asked in enumerate(load):
-        rest = _random_ids(seed + i, asked.num_prompt - asked.num_shared)
-        planned.append(
-            _planned(
-                shared[: asked.num_shared] + rest, asked.num_output, asked.delay_s, asked.after
-            )
-        )
+    for asked, prompt in zip(load, prompts, strict=True):
+        request = _planned(prompt, asked.num_output, asked.delay_s, asked.after)
+        request.body["n"] = asked.num_choices
+        planned.append(request)
     return planned
 
 

@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from paceline.config import EngineConfig
 from paceline.explain.causes import Causes, Finding, Metric
-from paceline.explain.costs import StepCosts
-from paceline.explain.facts import ServerFacts
+from paceline.explain.facts import Parts, ServerFacts
 from paceline.explain.levers import LEVERS
 from paceline.explain.predictions import Curves, curves_of, predicted
 from paceline.explain.proposal import Change, Predict, Proposal
@@ -28,9 +27,10 @@ class Bound(Struct, frozen=True, kw_only=True):
     metric: Metric
     percentile: int
     value_ms: float
-    bound: str  # queue, KV memory, compute, bandwidth, interference, overhead, slow reader …
+    bound: str  # queue, KV memory, compute, bandwidth, interference, overhead, other models …
     cause: str  # the largest of `causes`
     causes: Causes
+    overhead: Parts  # of `causes`: the parts of the ledger that it is made of
     floor_ms: float | None
     ratio: float | None
     model_ms: float | None  # what the simulation of the run as it was makes of it
@@ -153,6 +153,7 @@ def _bound(finding: Finding, situation: Situation) -> Bound:
         bound=_bound_name(finding, situation),
         cause=finding.main,
         causes=finding.causes,
+        overhead=finding.overhead,
         floor_ms=floor_ms,
         ratio=None if not floor_ms else finding.value_ms / floor_ms,
         model_ms=_simulated_ms(finding, situation),
@@ -168,8 +169,7 @@ def _simulated_ms(finding: Finding, situation: Situation) -> float | None:
 _BOUNDS = {
     "others_prefill": "interference", "others_decode": "interference", "queue": "queue",
     "kv_memory": "KV memory", "overhead": "overhead", "reader": "slow reader",
-    "upload": "slow sender", "prefix": "compute",
-    "drafts": "compute",
+    "upload": "slow sender", "prefix": "compute", "drafts": "compute", "models": "other models",
 }  # fmt: skip
 
 
@@ -178,15 +178,19 @@ def _bound_name(finding: Finding, situation: Situation) -> str:
         return _BOUNDS[finding.main]
     if finding.main == "decode":
         return "bandwidth"  # a stream's own token is one row: it waits for the weights
-    return "compute" if _is_large(finding, situation.steps, situation.server) else "bandwidth"
+    return "compute" if _is_large(finding, situation) else "bandwidth"
 
 
-def _is_large(finding: Finding, steps: StepCosts | None, server: ServerFacts | None) -> bool:
-    """Whether the chunks of a prompt take longer by their tokens than by being steps at all."""
-    if steps is None or server is None:
+def _is_large(finding: Finding, situation: Situation) -> bool:
+    """Whether the chunks of a prompt take longer by their tokens than by being steps at all.
+
+    What the prefix cache had is in no chunk, and a policy may make them smaller than the budget.
+    """
+    steps = situation.steps
+    if steps is None:
         return True
-    chunk = min(finding.prompt_tokens, server.max_batched_tokens)
-    return chunk * steps.token_s >= steps.base_s
+    computed = max(finding.prompt_tokens - finding.cached_tokens, 1.0)
+    return min(computed, situation.usual_chunk) * steps.token_s >= steps.base_s
 
 
 def _notes(situation: Situation, repeated_share: float) -> list[str]:

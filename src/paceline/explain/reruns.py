@@ -13,8 +13,8 @@ from paceline.explain.situation import Situation
 _NOT_SIMULATED = ("reader", "upload", "models")  # causes that no schedule changes
 
 
-def rerun(**changes: Any) -> Effect:
-    """Return the effect of a server with these facts changed.
+def rerun(*, finds_all: bool = False, **changes: Any) -> Effect:
+    """Return the effect of a server with these facts changed, which may find all that repeats.
 
     A percentile moves as it does from the simulation of the run as it was to that of the changed
     one, so that an error of the costs that both have in common cancels out. Where the first is far
@@ -24,7 +24,9 @@ def rerun(**changes: Any) -> Effect:
 
     def effect(situation: Situation) -> Predict:
         before, server = situation.simulated, situation.server
-        after = None if server is None else situation.simulate(replace(server, **changes))
+        after = None
+        if server is not None:
+            after = situation.simulate(replace(server, **changes), finds_all=finds_all)
 
         def predict(finding: Finding) -> float:
             rest_ms = sum(finding.causes.get(cause, 0.0) for cause in _NOT_SIMULATED)

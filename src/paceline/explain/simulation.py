@@ -3,8 +3,8 @@
 Scheduler, policy, block pool and prefix cache are those of the engine, so who is admitted, waits,
 is preempted and shares a step is as it would be; what a step takes comes from the costs of steps.
 Left out: Python outside of the steps, text, sending, slow clients, calls that were no answers,
-several choices (they count as one answer), priorities and keys, KV tiers, and other models. A call
-is timed from when the engine has it.
+priorities and keys, KV tiers, and other models. Choices of a call are all as long as the mean one.
+A call is timed from when the engine has it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paceline.engine.sequence import Sequence
 from paceline.errors import ParameterError
 from paceline.explain.causes import Metric
 from paceline.explain.facts import ServerFacts
-from paceline.explain.load import Asked
+from paceline.explain.load import Asked, prompts_of
 from paceline.policies.base import Policy, load_policy
 from paceline.types import Request, SamplingParams
 
-_SHARED = 0  # the token of the beginning that prompts share; call i has i + 1
+_SHARED = 0  # the token of a beginning that nobody of the load had first; call i has i + 1
 
 
 class Costs(Protocol):
@@ -54,7 +54,7 @@ class Outcomes(Struct, frozen=True, kw_only=True):
     """The latencies of all calls of a load, each metric ascending, in milliseconds."""
 
     ttft_ms: Seq[float]
-    tpot_ms: Seq[float]  # by step: without the tokens that guesses gave
+    tpot_ms: Seq[float]
 
     def at(self, metric: Metric, percentile: int) -> float | None:
         """Return a percentile (the nearest rank), None where no call has the metric."""
@@ -76,7 +76,8 @@ def simulate(load: Seq[Asked], server: ServerFacts, costs: Costs) -> Outcomes | 
     except ParameterError:
         return None
     # More than all calls together never matters, and a recording can tell of any pool.
-    server = replace(server, num_blocks=min(server.num_blocks, sum(blocks)))
+    num_wanted = sum(n * asked.num_choices for n, asked in zip(blocks, load, strict=True))
+    server = replace(server, num_blocks=min(server.num_blocks, num_wanted))
     run = _Run(load, server, policy, costs)
     run.finish()
     return run.outcomes()
@@ -116,10 +117,12 @@ class _Run:
         self._now_s = 0.0
         self._due: list[tuple[float, int]] = []  # a heap: when a call comes, and which
         self._followers: dict[int, list[int]] = defaultdict(list)
+        self._prompts = prompts_of(load, lambda i, count: [_SHARED if i < 0 else i + 1] * count)
         self._place: dict[int, int] = {}  # number of a sequence -> place of its call in the load
         self._came_s: dict[int, float] = {}
         self._first_s: dict[int, float] = {}
         self._end_s: dict[int, float] = {}
+        self._num_open = [asked.num_choices for asked in load]
         for i, asked in enumerate(load):
             if asked.after is None:
                 heapq.heappush(self._due, (asked.delay_s + asked.ready_s, i))
@@ -143,25 +146,28 @@ class _Run:
             if not self._load[i].has_content:
                 continue
             ttft.append((first_s - self._came_s[i]) * 1e3)
-            num_gaps = self._load[i].num_steps - 1
+            num_gaps = self._load[i].num_output - 1
             if num_gaps:
                 tpot.append((self._end_s[i] - first_s) / num_gaps * 1e3)
         return Outcomes(ttft_ms=sorted(ttft), tpot_ms=sorted(tpot))
 
     def _come(self, at_s: float, i: int) -> None:
-        asked, number = self._load[i], len(self._place)
-        prompt = [_SHARED] * asked.num_shared + [i + 1] * (asked.num_prompt - asked.num_shared)
-        self._place[number], self._came_s[i] = i, at_s
-        self._scheduler.add(
-            Sequence(
-                request=Request(
-                    id=str(i), prompt_token_ids=tuple(prompt), params=SamplingParams()
-                ),
-                index=0, number=number, token_ids=prompt,
-                max_len=asked.num_prompt + asked.num_steps,
-                sampler=_SILENT, decoder=_SILENT, matcher=None, ends={},
-                arrival_ns=round(at_s * 1e9),
-            )
+        asked = self._load[i]
+        self._came_s[i] = at_s
+        prompt = tuple(self._prompts[i])
+        request = Request(id=str(i), prompt_token_ids=prompt, params=SamplingParams())
+        number = len(self._place)
+        self._place.update((number + choice, i) for choice in range(asked.num_choices))
+        self._scheduler.add(self._sequence(request, number))
+
+    def _sequence(self, request: Request, number: int) -> Sequence:
+        """Return a choice of a call, before its first token."""
+        i, prompt = self._place[number], list(request.prompt_token_ids)
+        return Sequence(
+            request=request, index=0, number=number, token_ids=prompt,
+            max_len=len(prompt) + self._load[i].num_steps,
+            sampler=_SILENT, decoder=_SILENT, matcher=None, ends={},
+            arrival_ns=round(self._came_s[i] * 1e9),
         )  # fmt: skip
 
     def _step(self, schedule: Schedule) -> None:
@@ -172,17 +178,33 @@ class _Run:
         self._scheduler.observe(num_tokens, max(step_s - self._costs.python_s, 0.0))
         for seq, num_tokens in schedule.chunks:
             seq.num_computed += num_tokens
-            if seq.num_computed == len(seq.token_ids):
-                self._give_token(seq)
+        ready = [seq for seq, _ in schedule.chunks if seq.num_computed == len(seq.token_ids)]
+        # First all that begin take their seats, then those that end leave theirs.
+        for choice in [one for seq in ready for one in (seq, *self._forked(seq))]:
+            self._give_token(choice)
+
+    def _forked(self, seq: Sequence) -> list[Sequence]:
+        """Return the choices that have waited for this one's prompt, which is computed now."""
+        i = self._place[seq.number]
+        if i in self._first_s:
+            return []
+        self._first_s[i] = self._now_s
+        numbers = range(seq.number + 1, seq.number + self._load[i].num_choices)
+        others = [self._sequence(seq.request, number) for number in numbers]
+        for other in others:
+            self._scheduler.fork(seq, other)
+        return others
 
     def _give_token(self, seq: Sequence) -> None:
         i = self._place[seq.number]
         seq.append_token(i + 1, round(self._now_s * 1e9))
-        self._first_s.setdefault(i, self._now_s)
         if seq.finish_reason is None:
             return
-        self._end_s[i] = self._now_s
         self._scheduler.remove(seq)
+        self._num_open[i] -= 1
+        if self._num_open[i]:
+            return
+        self._end_s[i] = self._now_s
         told_s = self._now_s + self._load[i].tail_s
         for follower in self._followers[i]:
             asked = self._load[follower]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -49,6 +50,13 @@ class Situation(Struct, frozen=True, kw_only=True):
         return full_s / total_s if total_s else 0.0
 
     @property
+    def usual_chunk(self) -> float:
+        """Tokens of prompts in the step of a token of a prompt, on the mean."""
+        counts = [step.num_prefill for step in self.facts.steps]
+        total = sum(counts)
+        return sum(count * count for count in counts) / total if total else math.inf
+
+    @property
     def repeated_share(self) -> float:
         """The share of the prompts' tokens that repeat a beginning and were computed anew."""
         calls = self.facts.calls
@@ -56,11 +64,16 @@ class Situation(Struct, frozen=True, kw_only=True):
         in_all = sum(call.prompt_tokens for call in calls)
         return repeated / in_all if in_all else 0.0
 
-    def simulate(self, server: ServerFacts) -> Outcomes | None:
-        """Return what another server would make of the load; None where that is not known."""
+    def simulate(self, server: ServerFacts, *, finds_all: bool = False) -> Outcomes | None:
+        """Return what another server would make of the load; None where that is not known.
+
+        What the prefix cache had given up it does not find either, unless it `finds_all`.
+        """
         if self.steps is None:
             return None
-        return simulate(load_of(self.facts.calls), server, self.steps)
+        has_cache = self.server is not None and self.server.prefix_cache
+        load = load_of(self.facts.calls, finds_all=finds_all or not has_cache)
+        return simulate(load, server, self.steps)
 
     def mean_waiting(self, part: str) -> float:
         """Return how many calls were in a part of the ledger at once, on the mean."""

@@ -24,6 +24,8 @@ from paceline.explain.recordings import (
 )
 from paceline.remote import fetch_models, fetch_trace
 
+_WHOLES = frozenset({"wall", "ttft", "tpot"})  # which a bench has beside the parts of a call
+_OF_TTFT = "ttft_parts."
 # Parts of a call that come before its first token; where a record has no parts of its TTFT.
 _BEFORE_FIRST = frozenset({
     "receive", "load", "parse", "template", "tokenise", "queue_budget", "queue_prefix",
@@ -111,25 +113,22 @@ def from_access_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
 
 
 def from_bench_log(lines: Iterable[Mapping[str, Any]], source: str) -> Facts:
-    """Return the facts of a bench's request lines, where the server told its parts.
-
-    The parts of a TTFT are not told: those that come before a first token are taken for it.
-    """
+    """Return the facts of a bench's request lines, where the server told its parts."""
     lines = [x for x in lines if x.get("type") == "request" and not x.get("warmup")]
     answered = [
         checked(line, RequestRecord, source) for line in lines if line.get("outcome") == "ok"
     ]
     calls = []
     for line in answered:
-        parts = line.server_ms or {}
-        _require_ledgers(parts, source)
+        told = line.server_ms or {}
+        _require_ledgers(told, source)
         calls.append(
             CallFacts(
                 wall_ms=line.e2e_ms,
                 ttft_ms=line.ttft_ms,
-                parts=parts,
-                first_parts=_before_first(parts),
-                others_prefill_ms=parts.get("prefill_others", 0.0),
+                parts=_parts(told),
+                first_parts=_first_parts(told),
+                others_prefill_ms=told.get("blame.prefill", told.get("prefill_others", 0.0)),
                 prompt_tokens=line.input_tokens or 0,
                 completion_tokens=line.output_tokens or 0,
                 began_at=line.scheduled_s,
@@ -152,15 +151,15 @@ def from_summary(summary: Mapping[str, Any], source: str) -> Facts:
     percentiles = {}
     num_tokens = _mean_output(stage)
     for percentile in (50, 95, 99):
-        parts = {name: figure.at(percentile) for name, figure in told.items() if figure.count}
+        ms = {name: figure.at(percentile) for name, figure in told.items() if figure.count}
         ttft_ms = latency.ttft.at(percentile)
         tpot_ms = latency.tpot.at(percentile) if num_tokens > 1 else 0.0
         percentiles[percentile] = CallFacts(
             wall_ms=ttft_ms + tpot_ms * max(num_tokens - 1, 0),
             ttft_ms=ttft_ms,
-            parts=parts,
-            first_parts=_before_first(parts),
-            others_prefill_ms=parts.get("prefill_others", 0.0),
+            parts=_parts(ms),
+            first_parts=_first_parts(ms),
+            others_prefill_ms=ms.get("blame.prefill", ms.get("prefill_others", 0.0)),
             prompt_tokens=0,
             completion_tokens=num_tokens,
         )
@@ -182,8 +181,17 @@ def _mean_output(stage: Stage) -> int:
     return max(round(each), 2)
 
 
-def _before_first(parts: Parts) -> Parts:
-    return {name: ms for name, ms in parts.items() if name in _BEFORE_FIRST}
+def _parts(told: Parts) -> Parts:
+    """Return the parts of a call among all that a bench has of `usage.paceline`."""
+    return {name: ms for name, ms in told.items() if "." not in name and name not in _WHOLES}
+
+
+def _first_parts(told: Parts) -> Parts:
+    """Return the parts of its TTFT; where none are told, those that come before a first token."""
+    first = {
+        name.removeprefix(_OF_TTFT): ms for name, ms in told.items() if name.startswith(_OF_TTFT)
+    }
+    return first or {name: ms for name, ms in told.items() if name in _BEFORE_FIRST}
 
 
 def _require_ledgers(parts: Mapping[str, Any], source: str) -> None:
@@ -204,6 +212,7 @@ def _call(details: Mapping[str, Any], source: str) -> CallFacts:
         others_prefill_ms=call.blame.prefill_ms,
         prompt_tokens=call.prompt_tokens,
         completion_tokens=call.completion_tokens,
+        num_choices=max(call.num_choices, 1),
         repeated_tokens=call.repeated_tokens,
         cached_tokens=call.cached_tokens,
         unstepped_tokens=call.accepted_tokens + call.forced_tokens,

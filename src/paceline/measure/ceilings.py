@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -79,6 +80,10 @@ class Cache(Struct, frozen=True, kw_only=True):
     level: str
     num_bytes: int
     num_sharing: int
+
+    def capacity(self, num_threads: int, num_cores: int) -> int:
+        """Return the bytes that so many threads have of it together: no more than their cores."""
+        return self.num_bytes * -(-min(num_threads, num_cores) // self.num_sharing)
 
 
 def known_ceilings(machine: Machine | None = None) -> MachineCeilings | None:
@@ -186,6 +191,7 @@ def measure_ceilings(num_threads: int) -> Ceilings:
 def _measure(num_threads: int, caches: Iterable[Cache], tell: Callable[[str], None]) -> Ceilings:
     from paceline import _native
 
+    num_cores = len(os.sched_getaffinity(0))
     peaks = {}
     for kind in ("int8", "bf16", "f32"):
         tell(f"{kind} multiply-adds, {num_threads} threads")
@@ -193,7 +199,7 @@ def _measure(num_threads: int, caches: Iterable[Cache], tell: Callable[[str], No
     reads = []
     for cache in caches:
         tell(f"reading {cache.level}, {num_threads} threads")
-        capacity = cache.num_bytes * -(-num_threads // cache.num_sharing)
+        capacity = cache.capacity(num_threads, num_cores)
         # Half of it: the rest of the program lives there too.
         half = max(capacity // 2, 4096 * num_threads)
         speed = float(_native.read_bandwidth(half, num_threads, _SECONDS / 3))

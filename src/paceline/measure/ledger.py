@@ -72,6 +72,7 @@ class Ledger(Struct, eq=False, kw_only=True):
     prefix_wait_ns: int = 0  # of the waits for a common prefix, what is booked
     lookup_ns: int = 0  # of the look-ups in the prefix cache, what is booked
     num_steps: int = 0
+    num_common_steps: int = 0  # of those: the prompt's, which another choice computed for all
     last_step: int | None = None
     first_text: tuple[int, ...] | None = None  # `ns` when the first visible text was made
     first_text_ns: int = 0
@@ -102,6 +103,7 @@ class Ledger(Struct, eq=False, kw_only=True):
             num_seen=self.num_seen,
             num_repeated=self.num_repeated,
             num_steps=self.num_steps,
+            num_common_steps=self.num_steps,
             last_step=self.last_step,
         )
 

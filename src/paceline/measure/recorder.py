@@ -56,6 +56,7 @@ class StepRecorder:
         self._short_ns = 0
         self._is_short = False
         self._schedule_ns = 0
+        self._turn_ns = (0, 0)  # the last wait for a turn: its begin and end
 
     def successor(self) -> StepRecorder:
         """Return a recorder for the next engine of the model: it goes on with log and totals."""
@@ -69,6 +70,9 @@ class StepRecorder:
         ledger.spend(Part.ENGINE, now_ns)
         ledger.short_ns = self._short_until(now_ns)
         return ledger
+
+    def turned(self, now_ns: int, turn_ns: int) -> None:
+        self._turn_ns = now_ns - turn_ns, now_ns
 
     def ran(self, schedule: Schedule, *, scheduled_ns: int, built_ns: int, work_ns: int,
             forward_ns: int) -> None:  # fmt: skip
@@ -255,6 +259,10 @@ class StepRecorder:
             if self._is_in_step and ledger.last_step == self._record.number:
                 ledger.spend(Part.DETOKENISE, now_ns)
             else:
+                begin_ns, end_ns = self._turn_ns
+                if ledger.mark_ns < end_ns:  # it is given up before the turn had a step for it
+                    self._book_wait(ledger, seq, max(begin_ns, ledger.mark_ns))
+                    ledger.spend(Part.TURN, end_ns)
                 self._book_wait(ledger, seq, now_ns)
         ledger.end_ns = now_ns
 
@@ -346,7 +354,8 @@ class StepRecorder:
                 own -= verify
             again = own * chunk.num_again // num_known
             ledger.ns[Part.RECOMPUTE] += again
-            ledger.preempted_ns += again
+            if ledger.num_preemptions:  # else a choice that found no seat beside the first
+                ledger.preempted_ns += again
             ledger.ns[chunk.new_kind] += own - again
             is_decode = chunk.kind is Part.DECODE
             ledger.ns[Part.DECODE_OTHERS if is_decode else Part.PREFILL_OTHERS] += lost

@@ -6,6 +6,7 @@ from bisect import insort
 
 _FORGET = 0.9  # weight of what a size cost before, when a step of that size is measured
 _NUM_SIZES = 24  # powers of two
+_STALLED = 1.5  # fewer tokens do not cost so many times as much
 
 
 class StepCost:
@@ -22,12 +23,20 @@ class StepCost:
 
     def observe(self, num_tokens: int, cost: float) -> None:
         size = min((num_tokens - 1).bit_length(), _NUM_SIZES - 1)
+        if self._known and self._known[0] < size:
+            self._forget_stalls(size, cost)
         if not self._tokens[size]:
             self._tokens[size], self._cost[size] = num_tokens, cost
             insort(self._known, size)
             return
         self._tokens[size] += (num_tokens - self._tokens[size]) * (1 - _FORGET)
         self._cost[size] += (cost - self._cost[size]) * (1 - _FORGET)
+
+    def _forget_stalls(self, size: int, cost: float) -> None:
+        """Forget the smaller sizes that were dearer: the first step of all finds nothing warm."""
+        for small in [s for s in self._known if s < size and self._cost[s] > _STALLED * cost]:
+            self._known.remove(small)
+            self._tokens[small] = 0.0
 
     def cost(self, num_tokens: int) -> float:
         """Return the expected cost of a step; on the line through the two nearest known sizes.

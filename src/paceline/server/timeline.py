@@ -36,6 +36,7 @@ def describe(call: Call) -> dict[str, Any]:
         "prompt_tokens": call.prompt_tokens,
         "cached_tokens": call.cached_tokens,
         "completion_tokens": call.completion_tokens,
+        "num_choices": call.num_choices,
         **call.figures(time.monotonic_ns()),
     }
 
@@ -74,10 +75,13 @@ def engine_id(answer_id: str, prompt_idx: int) -> str:
 
 
 def _num_over(ledger: Ledger, records: Sequence[StepRecord]) -> int:
-    """Return how many steps of a ledger are over: one that runs is in no record yet."""
+    """Return how many steps of a choice are over: one that runs is in no record yet.
+
+    Those of the prompt stand with the first choice.
+    """
     newest = records[-1].number if records else -1
     is_in_step = ledger.last_step is not None and ledger.last_step > newest
-    return ledger.num_steps - is_in_step
+    return ledger.num_steps - ledger.num_common_steps - is_in_step
 
 
 def _key(call: Call, choice_idx: int) -> tuple[str, int]:
