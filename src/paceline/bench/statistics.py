@@ -61,7 +61,7 @@ def quantile_figure(ordered: np.ndarray[Any, Any], q: float) -> Figure:
     """
     n = int(ordered.size)
     value = float(np.quantile(ordered, q))
-    low, high = _rank_interval(n, q)
+    low, high = rank_interval(n, q)
     return Figure(
         value=value,
         low=float(ordered[low - 1]) if low >= 1 else None,
@@ -69,7 +69,7 @@ def quantile_figure(ordered: np.ndarray[Any, Any], q: float) -> Figure:
     )
 
 
-def _rank_interval(n: int, q: float) -> tuple[int, int]:
+def rank_interval(n: int, q: float) -> tuple[int, int]:
     """Return ranks (from 1; 0 and n + 1 mean unbounded) that enclose quantile q at 95 %."""
     if n > _MAX_EXACT:
         half = _Z * math.sqrt(n * q * (1 - q))
