@@ -139,10 +139,20 @@ def test_a_body_without_a_length_ends_with_its_connection(run):
     assert (answer.text, answer.finish_reason) == ("a", "stop")
 
 
+@pytest.mark.parametrize("interim", [b"100 Continue", b"103 Early Hints\r\nContent-Length: 5"])
+def test_a_response_is_what_follows_interim_ones(run, interim):
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    answer = Answer(keeps_text=True)
+    before = b"HTTP/1.1 %b\r\n\r\n" % interim
+    run(ask(serve_once(before * 2 + head + delta(content="a") + FINISH), answer))
+    assert (answer.status, answer.text, answer.finish_reason) == (200, "a", "stop")
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
         (b"", "connection lost"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", "connection lost"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", "connection lost"),
         (b"nonsense\r\n\r\n", "no HTTP"),
     ],

@@ -21,6 +21,7 @@ from paceline.bench.packets import PacketConnection
 from paceline.errors import ParameterError
 
 _MAX_HEAD_BYTES = 256 << 10
+_FIRST_FINAL_STATUS = 200
 
 
 class ConnectionBrokenError(Exception):
@@ -203,7 +204,11 @@ class _Exchange:
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        self._status = self._parser.get_status_code()
+        status = self._parser.get_status_code()
+        if status < _FIRST_FINAL_STATUS:  # 100 Continue, 103 Early Hints: the response follows
+            self._headers = {}
+            return
+        self._status = status
         self._sink.on_head(self._status, self._headers, self._now)
 
     def on_body(self, data: bytes) -> None:
@@ -211,7 +216,7 @@ class _Exchange:
             self.on_message_complete()
 
     def on_message_complete(self) -> None:
-        if not self.done.done():
+        if self._status and not self.done.done():
             self.done.set_result(self._now)
 
     def _fail(self, reason: str) -> None:
