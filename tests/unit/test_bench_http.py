@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import socket
 import struct
 import threading
@@ -167,6 +168,18 @@ def test_an_answer_that_wants_no_more_ends_its_request_while_the_server_still_wr
     answer = Answer(keeps_text=False)
     run(ask(serve_once(head, then=b"x" * 65536), answer))
     assert answer.error == "no answer: its event is longer than 4 MiB"
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+def test_an_answer_that_is_compressed_says_so_and_none_is_asked_for(run, kind):
+    body = gzip.compress(delta(content="a") + FINISH)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Encoding: gzip\r\n\r\n" % kind
+    answer = Answer(keeps_text=True)
+    run(ask(serve_once(head + body), answer))
+    answer.finish(1.0)
+    assert answer.error == "no answer: its body is gzip, and the request takes identity alone"
+    request = request_bytes(Origin.parse("http://127.0.0.1:1"), "POST", "/x", {}, BODY)
+    assert b"\r\nAccept-Encoding: identity\r\n" in request
 
 
 @pytest.mark.parametrize("line", [b"X-%d: a\r\n" % 7 * 1000, b"x" * 65536])

@@ -202,7 +202,9 @@ def test_options_that_are_there_and_say_nothing_are_refused_by_name():
         read_headers("", [])
 
 
-@pytest.mark.parametrize("name", ["Host", "content-length", "Transfer-Encoding", "Connection"])
+@pytest.mark.parametrize(
+    "name", ["Host", "content-length", "Transfer-Encoding", "Connection", "Accept-Encoding"]
+)
 def test_a_header_that_frames_the_request_is_refused_by_name(name):
     with pytest.raises(ParameterError, match=f"--header {name} is set by the bench"):
         read_headers(None, [f"{name}: 1"])

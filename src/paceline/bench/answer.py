@@ -93,11 +93,17 @@ class Answer:
                 if parameter.startswith("dur="):
                     with suppress(ValueError):  # it is no number: nothing is known of that phase
                         self._add_phase(name, float(parameter[4:]) / 1e3)
-        if status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
+        coding = headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            what = printable(coding[:_MAX_SHOWN_CHARS])
+            self.error = f"no answer: its body is {what}, and the request takes identity alone"
+        elif status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
             self._reader = EventReader()
 
     def on_body(self, data: bytes, now: float) -> bool:
         self._num_bytes += len(data)
+        if self._reader is None and self.error is not None:  # the head said so
+            return False
         if self._reader is None:
             self._body += data
             if not self._is_untyped_stream():

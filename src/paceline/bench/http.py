@@ -90,7 +90,7 @@ def request_bytes(
     """Return a whole HTTP/1.1 request for `origin.path + route`."""
     lines = [f"{method} {origin.path}{route} HTTP/1.1", f"Host: {origin.host}:{origin.port}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    lines += ["Connection: close"]
+    lines += ["Connection: close", "Accept-Encoding: identity"]
     if body or method == "POST":
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body

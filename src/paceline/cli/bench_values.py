@@ -26,7 +26,8 @@ _DEFAULT_SHARE = 0.95
 _LAST_LATIN_1 = 0xFF
 _MAX_WARMUP = 1_000_000
 _MAX_PRICE = 1e12  # an hour, or watts
-_FRAMING = ("host", "connection", "content-length", "transfer-encoding", "content-type")
+_FRAMING = ("host", "connection", "content-length", "transfer-encoding", "content-type",
+            "accept-encoding")  # fmt: skip
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
