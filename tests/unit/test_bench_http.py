@@ -12,8 +12,11 @@ import pytest
 
 from paceline.bench import packets
 from paceline.bench.answer import Answer
+from paceline.bench.conversation import Turn
+from paceline.bench.exchange import Exchange
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
 from paceline.bench.program import _new_loop
+from paceline.bench.target import TargetError, find_model
 from tests.fake_server import FINISH, ROLE, FakeServer, Script, delta, steady
 
 BODY = b'{"stream":true}'
@@ -168,6 +171,19 @@ def test_an_answer_that_wants_no_more_ends_its_request_while_the_server_still_wr
     answer = Answer(keeps_text=False)
     run(ask(serve_once(head, then=b"x" * 65536), answer))
     assert answer.error == "no answer: its event is longer than 4 MiB"
+
+
+def test_a_server_that_sends_its_readers_elsewhere_is_told_with_its_place(run):
+    reply = b"HTTP/1.1 307 X\r\nLocation: https://there/v1\r\nContent-Length: 0\r\n\r\n"
+    answer = Answer(keeps_text=False)
+    run(ask(serve_once(reply), answer))
+    turn = Turn(messages=(), max_tokens=1)
+    exchange = Exchange(idx=0, kind="x", turn_idx=0, turn=turn, answer=answer, scheduled_at=0.0)
+    exchange.close(1.0)
+    told = "it redirects to https://there/v1: name that address"
+    assert (exchange.outcome, exchange.error) == ("error", f"HTTP 307: {told}")
+    with pytest.raises(TargetError, match=rf"/v1/models answers 307 \({told}\)"):
+        run(find_model(Origin.parse(serve_once(reply)), {}))
 
 
 @pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -306,6 +307,14 @@ def error_text(body: Any) -> str | None:
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or str(error)
     return None if error is None else printable(str(error)[:_MAX_ERROR_CHARS])
+
+
+def redirection(status: int, headers: Mapping[str, str]) -> str | None:
+    """Return where a response sends its reader, in words. The bench does not follow."""
+    location = headers.get("location")
+    if location is None or not 300 <= status < 400:
+        return None
+    return f"it redirects to {printable(location[:_MAX_ERROR_CHARS])}: name that address"
 
 
 def _cut(body: bytes) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paceline.bench.answer import Answer
+from paceline.bench.answer import Answer, redirection
 from paceline.bench.conversation import Turn
 from paceline.bench.prose import TokenCounter
 from paceline.bench.validity import are_valid_calls, is_valid_json
@@ -57,7 +57,8 @@ class Exchange:
         if answer.status in _REFUSALS:
             return "refused", answer.error or f"HTTP {answer.status}"
         if answer.status != 200:
-            return "error", f"HTTP {answer.status}: {answer.error or 'no message'}"
+            what = redirection(answer.status, answer.headers) or answer.error or "no message"
+            return "error", f"HTTP {answer.status}: {what}"
         if answer.error is not None:
             return "error", answer.error
         if answer.finish_reason in _FAILED_REASONS:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from paceline.bench.answer import as_text, error_text, read_json
+from paceline.bench.answer import as_text, error_text, read_json, redirection
 from paceline.bench.conversation import Message, Turn
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
 from paceline.errors import PacelineError, ParameterError
@@ -97,10 +97,10 @@ async def get_json(origin: Origin, route: str, headers: Mapping[str, str]) -> An
         ) from None
     content = read_json(b"".join(answer.parts))
     if answer.status != 200 or content is None:
+        what = redirection(answer.status, answer.headers) or error_text(content) or "no JSON"
         raise TargetError(
-            f"{origin.url}{route} answers {answer.status} "
-            f"({error_text(content) or 'no JSON'}): name the model with --model, and check the "
-            "address and --api-key"
+            f"{origin.url}{route} answers {answer.status} ({what}): name the model with --model, "
+            "and check the address and --api-key"
         )
     return content
 
@@ -110,6 +110,7 @@ class _Body:
 
     def __init__(self) -> None:
         self.status = 0
+        self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
         self._num_bytes = 0
 
@@ -118,6 +119,7 @@ class _Body:
 
     def on_head(self, status: int, headers: dict[str, str], now: float) -> None:
         self.status = status
+        self.headers = headers
 
     def on_body(self, data: bytes, now: float) -> bool:
         self.parts.append(data)
