@@ -212,6 +212,29 @@ def test_a_port_where_nobody_listens_cannot_be_connected_to(run):
         run(ask(f"http://127.0.0.1:{port}", Answer(keeps_text=False)))
 
 
+def test_a_name_with_several_addresses_is_reached_where_somebody_listens(run, monkeypatch):
+    find = socket.getaddrinfo
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+             (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]  # fmt: skip
+    with FakeServer(lambda number, body: steady(ttft_ms=5, gap_ms=1, tokens=2)) as server:
+        monkeypatch.setattr(
+            socket, "getaddrinfo",
+            lambda host, *rest, **more: found if host == "localhost" else find(host, *rest, **more),
+        )  # fmt: skip
+        answer = Answer(keeps_text=True)
+        origin = Origin.parse(f"http://localhost:{server.port}")
+        monkeypatch.undo()
+        assert origin.address == "127.0.0.1"
+        run(send(origin, request_bytes(origin, "POST", "/chat/completions", {}, BODY), answer))
+    assert answer.text == " w0 w1"
+
+
+def test_the_address_of_ipv6_stands_in_brackets_in_the_host_header():
+    origin = Origin.parse("http://[::1]:8000")
+    assert b"\r\nHost: [::1]:8000\r\n" in request_bytes(origin, "GET", "/models", {})
+    assert origin.url == "http://[::1]:8000/v1"
+
+
 def test_a_server_that_leaves_while_a_long_request_is_sent_ends_the_request(run):
     with pytest.raises(ConnectionBrokenError, match="connection lost"):
         run(ask(serve_once(b""), Answer(keeps_text=False), b"x" * 50_000_000))

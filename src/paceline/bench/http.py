@@ -10,6 +10,8 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, cast
@@ -20,6 +22,7 @@ import httptools
 from paceline.bench.packets import PacketConnection
 from paceline.errors import ParameterError
 
+_LOOK_S = 3.0
 _MAX_HEAD_BYTES = 256 << 10
 _FIRST_FINAL_STATUS = 200
 
@@ -41,7 +44,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a server listens: `address` is resolved once, `path` stands before every route."""
+    """Where a server listens: `address` is looked up once, `path` stands before every route."""
 
     host: str
     port: int
@@ -75,20 +78,36 @@ class Origin:
             raise ParameterError(
                 f"{parts.hostname!r} has no address ({error}): check the URL"
             ) from None
-        return cls(host=parts.hostname, port=port, address=str(found[0][4][0]), path=path,
-                   is_tls=is_tls)  # fmt: skip
+        address = _listening([str(entry[4][0]) for entry in found], port)
+        return cls(host=parts.hostname, port=port, address=address, path=path, is_tls=is_tls)
+
+    @property
+    def place(self) -> str:
+        """Host and port, as a URL and the Host header have them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
         scheme = "https" if self.is_tls else "http"
-        return f"{scheme}://{self.host}:{self.port}{self.path}"
+        return f"{scheme}://{self.place}{self.path}"
+
+
+def _listening(addresses: Sequence[str], port: int) -> str:
+    """Return the first address at which somebody listens, the first of all where nobody does.
+
+    "localhost" may be ::1 and 127.0.0.1, of which a server often has the second alone.
+    """
+    for address in addresses if len(addresses) > 1 else ():
+        with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_S):
+            return address
+    return addresses[0]
 
 
 def request_bytes(
     origin: Origin, method: str, route: str, headers: dict[str, str], body: bytes = b""
 ) -> bytes:
     """Return a whole HTTP/1.1 request for `origin.path + route`."""
-    lines = [f"{method} {origin.path}{route} HTTP/1.1", f"Host: {origin.host}:{origin.port}"]
+    lines = [f"{method} {origin.path}{route} HTTP/1.1", f"Host: {origin.place}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     lines += ["Connection: close", "Accept-Encoding: identity"]
     if body or method == "POST":
