@@ -91,6 +91,12 @@ def test_options_of_serve_with_an_open_quote_are_refused_by_name():
         server_settings("x", "--host 'a", (), None, 8, 8192)
 
 
+@pytest.mark.parametrize("option", ["--port 1", "--host=::1", "--tls-key a --tls-cert b"])
+def test_an_address_of_a_server_that_the_bench_starts_is_refused_by_name(option):
+    with pytest.raises(ParameterError, match=r"--serve-with has --.*, which the bench chooses"):
+        server_settings("x", option, (), None, 8, 8192)
+
+
 def test_trace_takes_the_addresses_that_bench_takes():
     for text in ("localhost:8731", "http://localhost:8731/", "localhost:8731/v1"):
         assert base_address(text) == "http://localhost:8731"
@@ -138,7 +144,7 @@ def test_options_of_servers_that_are_not_started_are_refused_by_name(
 
 
 def test_options_of_servers_that_are_started_are_taken():
-    given = {"--serve-with": "--port 1", "--slots": 4, "--peer-python": ["openvino=a"]}
+    given = {"--serve-with": "--grace 1", "--slots": 4, "--peer-python": ["openvino=a"]}
     check_server_options("m", ["openvino"], given)
     check_server_options("m", None, {"--threads": 2})
     check_server_options(None, ["openvino"], {"--peer-model": "m"})

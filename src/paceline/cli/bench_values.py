@@ -28,6 +28,7 @@ _MAX_WARMUP = 1_000_000
 _MAX_PRICE = 1e12  # an hour, or watts
 _FRAMING = ("host", "connection", "content-length", "transfer-encoding", "content-type",
             "accept-encoding")  # fmt: skip
+_CHOSEN = ("--host", "--port", "--tls-cert", "--tls-key")  # of a server that the bench starts
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
@@ -119,6 +120,12 @@ def server_settings(
         raise ParameterError(
             f"--serve-with is {serve_arguments!r}, which is no command line: {error}"
         ) from None
+    for argument in arguments:
+        if (name := argument.partition("=")[0]) in _CHOSEN:
+            raise ParameterError(
+                f"--serve-with has {name}, which the bench chooses: leave it out, or start the "
+                "server yourself and give --target URL"
+            )
     return Settings(
         model=find_model(model).resolve(),
         num_threads=resolve_num_threads(threads)[0],
