@@ -110,6 +110,8 @@ def test_output_tokens_come_from_usage_then_the_tokenizer_then_the_events():
     assert without.output_tokens(None) == (2, "events")
     assert without.output_tokens(lambda text: len(text.split())) == (3, "tokenizer")
     assert exchange(answered((0.3, usage(9, 5)), *chunks)).output_tokens(None) == (5, "usage")
+    uncounted = exchange(answered(*chunks, (0.3, usage(0, 0) + DONE)))
+    assert (uncounted.output_tokens(None)[1], uncounted.input_tokens(None)) == ("events", None)
 
 
 def test_a_stream_that_just_ends_is_broken_and_an_error_in_it_is_an_error():

@@ -118,18 +118,20 @@ class Exchange:
         """Return the tokens of the answer and where the figure is from.
 
         A usage figure wins, then the tokenizer that the user named, then the number of text
-        events. A cut or failed answer has rarely a usage figure.
+        events. A cut or failed answer has rarely a usage figure. One of 0 beside a text is none:
+        some servers write 0 where they do not count.
         """
         answer = self.answer
-        if answer.output_tokens is not None:
+        if answer.output_tokens is not None and (answer.output_tokens or not answer.arrivals):
             return answer.output_tokens, "usage"
         if count is not None:
             return (count(answer.text) if answer.texts else 0), "tokenizer"
         return answer.num_text_events, "events"
 
     def input_tokens(self, count: TokenCounter | None) -> int | None:
-        if self.answer.input_tokens is not None or count is None or self.prompt_text is None:
-            return self.answer.input_tokens
+        told = self.answer.input_tokens or None  # no prompt has 0 tokens
+        if told is not None or count is None or self.prompt_text is None:
+            return told
         return count(self.prompt_text)
 
     def is_valid(self) -> bool | None:
