@@ -142,7 +142,8 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     ):
         assert line in together
     monkeypatch.setattr("sys.stdout", offline := io.StringIO())
-    print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": []})
+    print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": [],
+                   "interrupted": False})  # fmt: skip
     assert offline.getvalue().startswith(f"{name}, scalar, 1 threads")
 
 

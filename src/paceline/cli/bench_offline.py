@@ -41,7 +41,8 @@ def offline(
 ) -> None:
     """Measure the engine without HTTP, over batch sizes and prompt lengths.
 
-    Prompts are random tokens, all distinct. Decode is timed while the whole batch decodes.
+    Prompts are random tokens, all distinct. Decode is timed while the whole batch decodes. Figures
+    are medians over the rounds, ranges their ends. Ctrl-C reports the rounds until then.
 
     **Examples**
 
@@ -59,7 +60,7 @@ def offline(
     check_fits(max(inputs), output_tokens, loaded.config.max_model_len)
     cells = list(grid(batches, inputs, output_tokens))
     with offline_status() as say:
-        rows = measure(
+        rows, is_interrupted = measure(
             loaded,
             cells,
             rounds,
@@ -74,6 +75,7 @@ def offline(
         "num_threads": loaded.config.num_threads,
         "preemptions": loaded.engine.stats().num_preemptions,
         "rows": rows,
+        "interrupted": is_interrupted,
     }
     loaded.engine.stop(timeout_s=5.0)
     if as_json:
