@@ -150,6 +150,19 @@ def test_options_of_servers_that_are_started_are_taken():
     check_server_options(None, ["openvino"], {"--peer-model": "m"})
 
 
+def test_options_of_the_load_before_a_command_of_its_own_are_refused_by_name():
+    for option in ("--target=x", "--json", "--seed=0"):
+        refused = CliRunner().invoke(app, ["bench", option, "offline", "m"])
+        what = f"{option.partition('=')[0]} has no effect on `bench offline`"
+        assert what in str(refused.exception)
+
+
+def test_a_search_over_a_load_with_its_own_times_is_refused_with_a_remedy_that_works():
+    given = ["--target", "x", "--find-rate", "--slo", "ttft=1s", "--arrival", "burst"]
+    refused = CliRunner().invoke(app, ["bench", *given])
+    assert "leave out --rate, --sweep and --find-rate" in str(refused.exception)
+
+
 def test_a_share_without_a_search_is_refused():
     assert read_share(None, find_rate=False) == 0.95
     assert read_share("90%", find_rate=True) == 0.9

@@ -111,5 +111,5 @@ def check_fits(input_tokens: int, output_tokens: int, max_model_len: int | None)
     if max_model_len is not None and input_tokens + output_tokens > max_model_len:
         raise ParameterError(
             f"--input {input_tokens} and --output {output_tokens} do not fit a context of "
-            f"{max_model_len} tokens: ask for less, or raise --max-model-len"
+            f"{max_model_len} tokens: ask for less, or raise --max-model-len and --kv-memory"
         )

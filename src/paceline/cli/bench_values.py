@@ -15,6 +15,8 @@ import msgspec
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
+    import typer
+
     from paceline.bench.arrivals import Arrivals, Closed
     from paceline.bench.course import Limits
     from paceline.bench.servers import Settings
@@ -29,6 +31,17 @@ _MAX_PRICE = 1e12  # an hour, or watts
 _FRAMING = ("host", "connection", "content-length", "transfer-encoding", "content-type",
             "accept-encoding")  # fmt: skip
 _CHOSEN = ("--host", "--port", "--tls-cert", "--tls-key")  # of a server that the bench starts
+
+
+def check_command_alone(ctx: typer.Context) -> None:
+    """Refuse options of `paceline bench` before one of its commands, which has its own."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise ParameterError(
+                f"{parameter.opts[0]} has no effect on `bench {ctx.invoked_subcommand}`: write its "
+                "options after it"
+            )
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
@@ -199,7 +212,7 @@ def read_limits(
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
     arrival = arrival or ""
-    if arrival.startswith("burst") and requests is None:
+    if arrival.startswith("burst") and requests is None and not is_search:
         raise ParameterError("--arrival burst needs --requests: how many come at once")
     if duration is None and requests is None and not arrival.startswith("replay"):
         duration = "30s"
