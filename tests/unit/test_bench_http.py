@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import gzip
+import shutil
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 import time
 
 import pytest
 
-from paceline.bench import packets
+from paceline.bench import http, packets
 from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
 from paceline.bench.exchange import Exchange
@@ -43,7 +46,7 @@ async def ask(url: str, answer: Answer, body: bytes = BODY) -> float:
         return await send(origin, request, answer)
 
 
-def serve_once(reply: bytes, *, then: bytes = b"") -> str:
+def serve_once(reply: bytes, *, then: bytes = b"", tls: ssl.SSLContext | None = None) -> str:
     """Return the address of a server that writes `reply` whatever it is asked, and closes.
 
     With `then` it writes that until its reader leaves.
@@ -52,8 +55,9 @@ def serve_once(reply: bytes, *, then: bytes = b"") -> str:
 
     def answer() -> None:
         connection, _ = listener.accept()
-        connection.recv(65536)
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            connection = connection if tls is None else tls.wrap_socket(connection, True)
+            connection.recv(65536)
             connection.sendall(reply)
             while then:
                 connection.sendall(then)
@@ -61,7 +65,8 @@ def serve_once(reply: bytes, *, then: bytes = b"") -> str:
         listener.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loop(run):
@@ -260,3 +265,38 @@ def test_a_reset_is_a_broken_connection_at_once(run):
         for _ in range(5):
             with pytest.raises(ConnectionBrokenError, match="reset by peer"):
                 run(ask(server.url, Answer(keeps_text=False)))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of its own for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    cert, key = (tmp_path_factory.mktemp("tls") / name for name in ("cert.pem", "key.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=a",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_tls_is_read_and_a_certificate_that_nobody_vouches_for_has_a_remedy(
+    run, certificate, monkeypatch, is_trusted
+):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    http._tls.cache_clear()
+    answer = Answer(keeps_text=True)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    asking = ask(serve_once(head + delta(content="a") + FINISH, tls=context), answer)
+    if is_trusted:
+        run(asking)
+        assert (answer.text, answer.finish_reason) == ("a", "stop")
+    else:
+        with pytest.raises(ConnectionBrokenError, match=r"self-signed .*SSL_CERT_FILE=FILE\.pem"):
+            run(asking)
+    http._tls.cache_clear()

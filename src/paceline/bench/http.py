@@ -25,6 +25,7 @@ from paceline.errors import ParameterError
 _LOOK_S = 3.0
 _MAX_HEAD_BYTES = 256 << 10
 _FIRST_FINAL_STATUS = 200
+_UNTRUSTED = (18, 19, 20, 21)  # X509_V_ERR_…: the certificate's own, or of an unknown issuer
 
 
 class ConnectionBrokenError(Exception):
@@ -155,6 +156,9 @@ async def _send_over_tls(origin: Origin, request: bytes, exchange: _Exchange) ->
 
 
 def _cannot_connect(error: OSError) -> ConnectionBrokenError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = "; SSL_CERT_FILE=FILE.pem trusts it" if error.verify_code in _UNTRUSTED else ""
+        return ConnectionBrokenError(f"cannot connect: {error.verify_message}{remedy}")
     return ConnectionBrokenError(f"cannot connect: {error.strerror or error}")
 
 
