@@ -1,13 +1,15 @@
 """What `paceline bench` accepts, and what it refuses by name."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from paceline.bench.conversation import Turn
 from paceline.bench.http import Origin
-from paceline.bench.target import parse_target
+from paceline.bench.target import Target, parse_target
 from paceline.bench.workloads import build_workload
 from paceline.cli.bench_offline import check_fits, read_counts, with_room
 from paceline.cli.bench_values import (
@@ -95,6 +97,17 @@ def test_options_of_serve_with_an_open_quote_are_refused_by_name():
 def test_an_address_of_a_server_that_the_bench_starts_is_refused_by_name(option):
     with pytest.raises(ParameterError, match=r"--serve-with has --.*, which the bench chooses"):
         server_settings("x", option, (), None, 8, 8192)
+
+
+def test_a_null_in_the_body_leaves_any_field_out():
+    given = '{"max_tokens": null, "stream_options": null, "temperature": null, "top_k": 1}'
+    target = Target(
+        name="a", origin=Origin.parse("127.0.0.1:1"), model="m", fields=read_fields(given),
+        ignores_eos=True,
+    )  # fmt: skip
+    request = target.request(Turn(messages=(), max_tokens=4), [])
+    body = json.loads(request.partition(b"\r\n\r\n")[2])
+    assert body == {"model": "m", "stream": True, "messages": [], "ignore_eos": True, "top_k": 1}
 
 
 def test_trace_takes_the_addresses_that_bench_takes():

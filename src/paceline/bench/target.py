@@ -28,7 +28,8 @@ class TargetError(PacelineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`fields` go into every request as they are; `ignores_eos` adds ignore_eos."""
+    """`fields` go into every request as they are, over those of the bench; None leaves one out.
+    `ignores_eos` adds ignore_eos."""
 
     name: str
     origin: Origin
@@ -55,6 +56,7 @@ class Target:
             body["ignore_eos"] = True
         body.update(turn.fields)
         body.update(self.fields)
+        body = {name: value for name, value in body.items() if value is not None}
         headers = {**self.headers, "Accept": "text/event-stream"}
         return request_bytes(self.origin, "POST", ROUTES[self.endpoint], headers, _encode(body))
 

@@ -105,7 +105,8 @@ def bench(
         _option(
             TARGETS,
             "--body",
-            help='JSON fields for every request, over our own ({"temperature": 0}).',
+            help='JSON fields for every request, over our own ({"temperature": 0}); null leaves '
+            "one out.",
         ),
     ] = None,
     server_timings: Annotated[

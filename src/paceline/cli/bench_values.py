@@ -275,7 +275,8 @@ def read_price(per_hour: float | None, watts: float | None) -> Price:
 
 
 def read_fields(body: str | None) -> dict[str, Any]:
-    """Return what goes into every request: greedy, unless the user says otherwise."""
+    """Return what goes into every request: greedy, unless the user says otherwise. None leaves a
+    field out."""
     fields: dict[str, Any] = {"temperature": 0}
     if body is not None:
         try:
@@ -288,7 +289,7 @@ def read_fields(body: str | None) -> dict[str, Any]:
         if not isinstance(given, dict):
             raise ParameterError("--body must be a JSON object, such as '{\"temperature\": 1}'")
         fields.update(given)
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 def read_share(text: str | None, *, find_rate: bool) -> float:
