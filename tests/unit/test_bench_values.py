@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from paceline.bench.conversation import Turn
 from paceline.bench.http import Origin
+from paceline.bench.prose import read_corpus
 from paceline.bench.target import Target, parse_target
+from paceline.bench.traces import read_trace
 from paceline.bench.workloads import build_workload
 from paceline.cli.bench_offline import check_fits, read_counts, with_room
 from paceline.cli.bench_values import (
@@ -271,6 +273,28 @@ def test_a_trace_that_cannot_be_played_is_refused_by_its_request(tmp_path, lines
     path.write_text(lines)
     with pytest.raises(ParameterError, match=what):
         build_workload(f"trace:file={path}")
+
+
+def test_files_are_read_past_a_byte_order_mark(tmp_path):
+    mark = "\ufeff"
+    (tmp_path / "a.csv").write_text(mark + "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03.97,7\n")
+    (tmp_path / "a.jsonl").write_text(mark + '{"at_s": 3, "input_length": 7}\n')
+    (tmp_path / "b.jsonl").write_text(mark + '{"messages": [{"role": "user", "content": "a"}]}')
+    (tmp_path / "a.txt").write_text(mark + "text")
+    for name in ("a.csv", "a.jsonl"):
+        assert [each.input_tokens for each in read_trace(str(tmp_path / name))] == [7]
+    assert len(build_workload(f"conversations:file={tmp_path / 'b.jsonl'}").items) == 1
+    assert read_corpus(str(tmp_path / "a.txt")) == "text"
+
+
+def test_a_csv_trace_may_leave_a_length_blank_and_one_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("at_s,input_length,output_length\n0,,4\n")
+    (found,) = read_trace(str(path))
+    assert (found.input_tokens, found.output_tokens) == (None, 4)
+    path.write_text("at_s,x\n0," + "y" * 200_000)
+    with pytest.raises(ParameterError, match="cannot be read as a trace"):
+        read_trace(str(path))
 
 
 @pytest.mark.parametrize(
