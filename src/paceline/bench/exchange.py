@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -72,10 +75,14 @@ class Exchange:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds that a refusal asks us to wait, where it gives them as a number."""
+        """Seconds that a refusal asks us to wait: it says a number, or until when."""
+        value = self.answer.headers.get("retry-after", "")
         try:
-            seconds = float(self.answer.headers["retry-after"])
-        except (KeyError, ValueError):
+            seconds = float(value)
+        except ValueError:
+            with contextlib.suppress(ValueError, OverflowError):  # it is no date either
+                until = parsedate_to_datetime(value)
+                return max(0.0, until.timestamp() - time.time())
             return None
         return seconds if 0 <= seconds < math.inf else None
 
