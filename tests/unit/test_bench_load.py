@@ -224,6 +224,8 @@ def test_events_without_usage_count_the_tokens_of_events_with_it():
         stage = asyncio.run(Session().run(plan, target, Closed(1))).summary
     assert (stage["requests"]["ok"], stage["requests"]["timeout"]) == (3, 1)
     assert stage["throughput"]["output_tokens"] == pytest.approx(4 * 20)
+    # All four prompts have four words, and were read: the one without usage by its bytes.
+    assert stage["throughput"]["input_tokens"] == pytest.approx(4 * 3, rel=0.02)
 
 
 def test_input_that_nobody_counts_is_unknown_and_not_zero():

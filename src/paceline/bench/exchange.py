@@ -41,6 +41,7 @@ class Exchange:
     answer: Answer
     scheduled_at: float
     is_warmup: bool = False
+    num_bytes: int = 1  # of the request
     prompt_text: str | None = None  # kept where a tokenizer counts it
     sent_at: float = math.nan
     ended_at: float = math.nan

@@ -99,9 +99,11 @@ class Recorder:
         self.window = Window()
         self.epoch = 0.0
         self.classes: dict[str, Columns] = {}
-        self.input_tokens = 0.0  # of requests whose first text came inside the window
-        self.num_inputs_known = 0
-        self.num_inputs_unknown = 0  # neither usage nor a tokenizer told their tokens
+        # Of requests whose first text came inside the window: input tokens, where usage or a
+        # tokenizer told them, the bytes of these requests, and of those that nobody told of.
+        self._told_tokens = 0
+        self._told_bytes = 0
+        self._untold_bytes = 0
         # By arrival inside the window: how the request ended, or "warmup" -> output tokens.
         self.tokens_of: defaultdict[str, float] = defaultdict(float)
         self._usage_tokens = 0  # of answers with usage,
@@ -132,6 +134,19 @@ class Recorder:
     @property
     def output_tokens(self) -> float:
         return sum(self.tokens_of.values())
+
+    @property
+    def input_tokens(self) -> float | None:
+        """Those that came into the window; None where nobody told of any.
+
+        A request that was cut or failed has no usage: its bytes count as many tokens as those of
+        the others.
+        """
+        if not self._untold_bytes:
+            return float(self._told_tokens)
+        if not self._told_bytes:
+            return None
+        return self._told_tokens * (1 + self._untold_bytes / self._told_bytes)
 
     def note_open(self, num_open: int, now: float) -> None:
         """Take note of how many requests are open now."""
@@ -225,9 +240,11 @@ class Recorder:
         for second, count in zip(seconds.tolist(), counts.tolist(), strict=True):
             self.tokens_by_second[second] += weight * count
         if window.start <= arrivals[0] <= window.end:
-            self.input_tokens += num_input or 0
-            self.num_inputs_known += num_input is not None
-            self.num_inputs_unknown += num_input is None
+            if num_input is None:
+                self._untold_bytes += exchange.num_bytes
+            else:
+                self._told_tokens += num_input
+                self._told_bytes += exchange.num_bytes
 
     def _add_to_class(
         self,
