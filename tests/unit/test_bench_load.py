@@ -269,6 +269,9 @@ def test_the_report_says_whose_tokens_it_counts():
     assert stage["throughput"]["output_tokens_of"] == {"cut": 2}
     shown = printed(stages=[stage])
     assert "counts 2 tokens that came in the window, among them 2 of requests that the" in shown
+    waits = "most were still open at the end: --drain 60s waits for them"
+    assert waits in shown
+    assert waits not in printed(stages=[{**stage, "interrupted": True}])
 
 
 def test_a_table_of_several_stages_shows_what_was_cut_and_what_one_stage_alone_would_tell():

@@ -110,6 +110,9 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
         f"{stage['target']}: {requests['measured']} requests in {stage['window_s']:.1f} s "
         f"({', '.join(parts)})"
     )
+    if requests["cut"] > requests["ok"] and not stage["interrupted"]:
+        hint = "  most were still open at the end: --drain 60s waits for them"
+        console.print(hint, style="yellow")
     for error in stage["errors"][:5]:
         console.print(f"  {error['count']} x {error['what']}", style="red")
     if any(figures["count"] for figures in stage["latency_ms"].values()):
