@@ -192,6 +192,16 @@ def test_requests_that_were_due_and_never_sent_are_misses():
     assert f"within the objective 0 of {unsent}" in shown
 
 
+def test_a_class_without_an_objective_has_no_goodput_of_its_own():
+    stage = summary(Closed(1), Limits(num_requests=2), slo="x:e2e=9s")
+    (without,) = stage["classes"].values()
+    stage["classes"]["x"] = {**without, "goodput": stage["goodput"]}
+    shown = printed(stages=[stage])
+    assert "goodput, all: " in shown
+    assert "goodput, x: " in shown
+    assert "goodput, synthetic: " not in shown
+
+
 def test_a_burst_is_due_as_a_whole_and_never_more_than_was_asked_for():
     hanging = Script(((0, ROLE),), end="hang")
     limits = Limits(num_requests=9, duration_s=0.5, max_open=2)

@@ -217,7 +217,7 @@ def _print_goodput(stage: dict[str, Any], console: Console) -> None:
     if len(stage["classes"]) > 1:
         rows += [(kind, figures["goodput"]) for kind, figures in stage["classes"].items()]
     for kind, figures in rows:
-        if figures["attainment"] is None:
+        if figures["attainment"] is None or not figures["objectives_ms"]:
             continue
         share = figures["attainment"]
         cut = f"; {figures['cut']} cut by the end are left out" if figures["cut"] else ""
