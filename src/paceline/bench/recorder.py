@@ -116,7 +116,8 @@ class Recorder:
         self.cached_tokens = 0
         self.errors: Counter[str] = Counter()
         self.tokens_by_second: defaultdict[int, float] = defaultdict(float)
-        self.open_changes: defaultdict[int, int] = defaultdict(int)
+        # From second to second, how much longer requests were open in it, summed.
+        self.open_changes: defaultdict[int, float] = defaultdict(float)
         self.open_s = 0.0  # that requests were open inside the window, summed
         self.peak_open = 0
         self.worst: list[tuple[float, int, dict[str, Any]]] = []
@@ -227,8 +228,7 @@ class Recorder:
 
     def _add_to_window(self, exchange: Exchange, tokens: float, num_input: int | None) -> None:
         arrivals, window = np.asarray(exchange.answer.arrivals), self.window
-        self.open_changes[math.floor(exchange.sent_at - self.epoch)] += 1
-        self.open_changes[math.ceil(exchange.ended_at - self.epoch)] -= 1
+        self._add_open(exchange.sent_at - self.epoch, exchange.ended_at - self.epoch)
         opened, ended = max(exchange.sent_at, window.start), min(exchange.ended_at, window.end)
         self.open_s += max(0.0, ended - opened)
         if not arrivals.size:
@@ -245,6 +245,19 @@ class Recorder:
             else:
                 self._told_tokens += num_input
                 self._told_bytes += exchange.num_bytes
+
+    def _add_open(self, sent_s: float, ended_s: float) -> None:
+        """Spread the time that a request was open over the seconds that it was open in."""
+        first, last = math.floor(sent_s), math.floor(ended_s)
+        if first == last:
+            parts = [(first, ended_s - sent_s)]
+        else:
+            parts = [(first, first + 1 - sent_s), (first + 1, 1.0), (last, ended_s - last)]
+        before = 0.0
+        for second, open_s in parts:
+            self.open_changes[second] += open_s - before
+            before = open_s
+        self.open_changes[last + 1] -= before
 
     def _add_to_class(
         self,
