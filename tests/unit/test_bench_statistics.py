@@ -53,6 +53,11 @@ def test_a_median_lies_between_the_ranks_of_the_binomial():
     assert (figure.value, figure.low, figure.high) == (50.5, 40, 61)  # the tables' ranks for n=100
 
 
+def test_the_mean_of_durations_has_no_interval_below_zero():
+    assert summarise([0.8, 5.1])["mean"]["low"] == 0
+    assert summarise([-1.0, 5.1])["mean"]["low"] < 0
+
+
 def test_a_tail_beyond_the_sample_is_unbounded_and_says_so():
     figure = quantile_figure(np.arange(1.0, 21.0), 0.99)
     assert figure.high is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,10 @@ def summarise(values: Sequence[float] | np.ndarray[Any, Any], scale: float = 1.0
     if sample.size == 0:
         return {"count": 0}
     summary: dict[str, Any] = {"count": int(sample.size)}
-    summary["mean"] = mean_figure(sample).as_dict(scale)
+    mean = mean_figure(sample)
+    if mean.low is not None and sample[0] >= 0:  # no mean of what is never negative is
+        mean = replace(mean, low=max(0.0, mean.low))
+    summary["mean"] = mean.as_dict(scale)
     summary["std"] = float(sample.std(ddof=1)) * scale if sample.size > 1 else None
     summary["min"] = float(sample[0]) * scale
     for name, q in QUANTILES.items():
