@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -40,10 +41,13 @@ def bench(*arguments: str, code: int = 0, **settings) -> dict:
     return json.loads(result.stdout, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
 
 
-def epoch_of(document: dict) -> float:
-    """Return the moment of a stage's `scheduled_s` 0 on the clock that the servers here read."""
+def epoch_of(document: dict, stage: dict | None = None) -> float:
+    """Return the moment of a stage's `scheduled_s` 0 on the clock that the servers here read.
+
+    Without `stage` it is the document's first.
+    """
     now, wall = both_clocks()
-    return now + document["stages"][0]["began_at"] - wall
+    return now + (stage or document["stages"][0])["began_at"] - wall
 
 
 def assert_true(line: dict, served: Served, steps: Sequence[int], document: dict) -> None:
@@ -317,6 +321,7 @@ def test_the_rate_that_holds_is_found(tmp_path):
 
 
 def test_a_sweep_shows_where_the_server_no_longer_keeps_up():
+    """It serves ten a second. On a busy machine it is late with a few of 24: its stamps tell."""
     busy_until = [0.0]
 
     def choose(number, body):  # 0.1 s of service each, one after the other
@@ -327,9 +332,19 @@ def test_a_sweep_shows_where_the_server_no_longer_keeps_up():
     with FakeServer(choose) as server:
         document = bench("--target", server.url, "--sweep", "4,8,20", "--arrival", "constant",
                          "--duration", "3s", "--drain", "3s")  # fmt: skip
-    name = next(iter(document["knees"]))
-    assert document["knees"][name] == 8
-    assert [stage["rate"] for stage in document["stages"]] == [4, 8, 20]
+    stages = document["stages"]
+    assert [stage["rate"] for stage in stages] == [4, 8, 20]
+    served, kept = iter(server.served), [None]
+    e2e_s = stages[0]["latency_ms"]["e2e"]["p50"]["value"] / 1e3
+    for stage in stages:
+        end = epoch_of(document, stage) + 3
+        num_due = round(3 * stage["rate"])
+        ended = [each.ended_at or math.inf for each in itertools.islice(served, num_due)]
+        if sum(at <= end for at in ended) < 0.95 * num_due * (1 - e2e_s / 3):
+            break
+        kept.append(stage["rate"])
+    assert next(iter(document["knees"].values())) == kept[-1]
+    assert kept[-1] != 20
 
 
 def test_targets_get_the_same_requests_in_rounds_and_a_verdict_where_it_is_due():
@@ -408,7 +423,7 @@ def test_a_run_that_is_interrupted_before_its_first_answer_fails():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert b"interrupted before one complete answer: 1 still open at its end" in err
+    assert err.endswith(b"interrupted before one complete answer: 1 still open at its end\n")
     assert json.loads(out)["stages"][0]["requests"]["cut"] == 1
 
 

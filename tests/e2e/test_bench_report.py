@@ -17,19 +17,24 @@ def browser() -> str:
     return found
 
 
+def page_of(browser, path) -> str:
+    """Return the report as the browser has it once its scripts are done."""
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        f"--user-data-dir={path.with_suffix('')}", "--virtual-time-budget=3000", "--dump-dom",
+        path.as_uri(),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in result.stderr, result.stderr
+    return result.stdout
+
+
 def test_the_report_draws_every_plot_and_logs_no_error(tmp_path, browser):
     path = tmp_path / "report.html"
     with FakeServer(lambda number, body: HANGING if number == 3 else GOOD) as server:
         bench("--target", server.url, "--sweep", "4,8", "--duration", "2s", "--timeout", "1s",
               "--slo", "ttft=1s", "--drain", "2s", "--html", str(path))  # fmt: skip
-    command = [
-        browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom",
-        path.as_uri(),
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    page = result.stdout
-    assert "CONSOLE" not in result.stderr, result.stderr
+    page = page_of(browser, path)
     # Four against the rate, four curves, and two over time for each of two stages.
     assert page.count("<canvas") == 4 + 4 + 2 * 2
     for part in (
@@ -40,3 +45,10 @@ def test_the_report_draws_every_plot_and_logs_no_error(tmp_path, browser):
     ):
         assert part in page
     assert page.count('class="part"') >= 2 * 12
+
+
+def test_the_report_names_a_load_that_has_its_own_times(tmp_path, browser):
+    path = tmp_path / "report.html"
+    with FakeServer(lambda number, body: GOOD) as server:
+        bench("--target", server.url, "--arrival", "burst", "--requests", "2", "--html", str(path))
+    assert "open loop, burst" in page_of(browser, path)

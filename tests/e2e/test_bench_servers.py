@@ -34,6 +34,17 @@ def test_our_own_server_is_started_measured_and_ended(script_path):
     assert f":{int(port):04X} 00000000:0000 0A" not in listening
 
 
+def test_our_own_server_is_up_once_it_asks_for_a_key_whatever_the_proxy_is(script_path, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-this-test\n")
+    document = bench(
+        "--serve", str(script_path), "--serve-with", f"{ENGINE} --api-keys {keys}",
+        "--api-key", f"@{keys}", "--requests", "1", "--workload", "synthetic:input=4,output=2",
+        "--endpoint", "completions", env={**os.environ, "http_proxy": "http://127.0.0.1:1"},
+    )  # fmt: skip
+    assert document["stages"][0]["requests"]["ok"] == 1
+
+
 @pytest.fixture
 def peer_python(tmp_path):
     """A "Python" that answers as a peer's adapter does, whatever module it is to run."""

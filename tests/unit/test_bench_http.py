@@ -2,17 +2,24 @@
 
 import asyncio
 import contextlib
+import gzip
+import shutil
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 import time
 
 import pytest
 
-from paceline.bench import packets
+from paceline.bench import http, packets
 from paceline.bench.answer import Answer
+from paceline.bench.conversation import Turn
+from paceline.bench.exchange import Exchange
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
 from paceline.bench.program import _new_loop
+from paceline.bench.target import TargetError, find_model
 from tests.fake_server import FINISH, ROLE, FakeServer, Script, delta, steady
 
 BODY = b'{"stream":true}'
@@ -39,7 +46,7 @@ async def ask(url: str, answer: Answer, body: bytes = BODY) -> float:
         return await send(origin, request, answer)
 
 
-def serve_once(reply: bytes, *, then: bytes = b"") -> str:
+def serve_once(reply: bytes, *, then: bytes = b"", tls: ssl.SSLContext | None = None) -> str:
     """Return the address of a server that writes `reply` whatever it is asked, and closes.
 
     With `then` it writes that until its reader leaves.
@@ -48,8 +55,9 @@ def serve_once(reply: bytes, *, then: bytes = b"") -> str:
 
     def answer() -> None:
         connection, _ = listener.accept()
-        connection.recv(65536)
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            connection = connection if tls is None else tls.wrap_socket(connection, True)
+            connection.recv(65536)
             connection.sendall(reply)
             while then:
                 connection.sendall(then)
@@ -57,7 +65,8 @@ def serve_once(reply: bytes, *, then: bytes = b"") -> str:
         listener.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_a_packet_has_the_time_at_which_it_came_and_not_that_of_a_late_event_loop(run):
@@ -139,10 +148,20 @@ def test_a_body_without_a_length_ends_with_its_connection(run):
     assert (answer.text, answer.finish_reason) == ("a", "stop")
 
 
+@pytest.mark.parametrize("interim", [b"100 Continue", b"103 Early Hints\r\nContent-Length: 5"])
+def test_a_response_is_what_follows_interim_ones(run, interim):
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    answer = Answer(keeps_text=True)
+    before = b"HTTP/1.1 %b\r\n\r\n" % interim
+    run(ask(serve_once(before * 2 + head + delta(content="a") + FINISH), answer))
+    assert (answer.status, answer.text, answer.finish_reason) == (200, "a", "stop")
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
         (b"", "connection lost"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", "connection lost"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", "connection lost"),
         (b"nonsense\r\n\r\n", "no HTTP"),
     ],
@@ -159,6 +178,31 @@ def test_an_answer_that_wants_no_more_ends_its_request_while_the_server_still_wr
     assert answer.error == "no answer: its event is longer than 4 MiB"
 
 
+def test_a_server_that_sends_its_readers_elsewhere_is_told_with_its_place(run):
+    reply = b"HTTP/1.1 307 X\r\nLocation: https://there/v1\r\nContent-Length: 0\r\n\r\n"
+    answer = Answer(keeps_text=False)
+    run(ask(serve_once(reply), answer))
+    turn = Turn(messages=(), max_tokens=1)
+    exchange = Exchange(idx=0, kind="x", turn_idx=0, turn=turn, answer=answer, scheduled_at=0.0)
+    exchange.close(1.0)
+    told = "it redirects to https://there/v1: name that address"
+    assert (exchange.outcome, exchange.error) == ("error", f"HTTP 307: {told}")
+    with pytest.raises(TargetError, match=rf"/v1/models answers 307 \({told}\)"):
+        run(find_model(Origin.parse(serve_once(reply)), {}))
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+def test_an_answer_that_is_compressed_says_so_and_none_is_asked_for(run, kind):
+    body = gzip.compress(delta(content="a") + FINISH)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Encoding: gzip\r\n\r\n" % kind
+    answer = Answer(keeps_text=True)
+    run(ask(serve_once(head + body), answer))
+    answer.finish(1.0)
+    assert answer.error == "no answer: its body is gzip, and the request takes identity alone"
+    request = request_bytes(Origin.parse("http://127.0.0.1:1"), "POST", "/x", {}, BODY)
+    assert b"\r\nAccept-Encoding: identity\r\n" in request
+
+
 @pytest.mark.parametrize("line", [b"X-%d: a\r\n" % 7 * 1000, b"x" * 65536])
 def test_a_head_without_an_end_breaks_the_connection(run, line):
     endless = serve_once(b"HTTP/1.1 200 OK\r\nX-A: ", then=line)
@@ -171,6 +215,29 @@ def test_a_port_where_nobody_listens_cannot_be_connected_to(run):
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionBrokenError, match="cannot connect"):
         run(ask(f"http://127.0.0.1:{port}", Answer(keeps_text=False)))
+
+
+def test_a_name_with_several_addresses_is_reached_where_somebody_listens(run, monkeypatch):
+    find = socket.getaddrinfo
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+             (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]  # fmt: skip
+    with FakeServer(lambda number, body: steady(ttft_ms=5, gap_ms=1, tokens=2)) as server:
+        monkeypatch.setattr(
+            socket, "getaddrinfo",
+            lambda host, *rest, **more: found if host == "localhost" else find(host, *rest, **more),
+        )  # fmt: skip
+        answer = Answer(keeps_text=True)
+        origin = Origin.parse(f"http://localhost:{server.port}")
+        monkeypatch.undo()
+        assert origin.address == "127.0.0.1"
+        run(send(origin, request_bytes(origin, "POST", "/chat/completions", {}, BODY), answer))
+    assert answer.text == " w0 w1"
+
+
+def test_the_address_of_ipv6_stands_in_brackets_in_the_host_header():
+    origin = Origin.parse("http://[::1]:8000")
+    assert b"\r\nHost: [::1]:8000\r\n" in request_bytes(origin, "GET", "/models", {})
+    assert origin.url == "http://[::1]:8000/v1"
 
 
 def test_a_server_that_leaves_while_a_long_request_is_sent_ends_the_request(run):
@@ -198,3 +265,38 @@ def test_a_reset_is_a_broken_connection_at_once(run):
         for _ in range(5):
             with pytest.raises(ConnectionBrokenError, match="reset by peer"):
                 run(ask(server.url, Answer(keeps_text=False)))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of its own for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    cert, key = (tmp_path_factory.mktemp("tls") / name for name in ("cert.pem", "key.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=a",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return cert, key
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_tls_is_read_and_a_certificate_that_nobody_vouches_for_has_a_remedy(
+    run, certificate, monkeypatch, is_trusted
+):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    http._tls.cache_clear()
+    answer = Answer(keeps_text=True)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    asking = ask(serve_once(head + delta(content="a") + FINISH, tls=context), answer)
+    if is_trusted:
+        run(asking)
+        assert (answer.text, answer.finish_reason) == ("a", "stop")
+    else:
+        with pytest.raises(ConnectionBrokenError, match=r"self-signed .*SSL_CERT_FILE=FILE\.pem"):
+            run(asking)
+    http._tls.cache_clear()

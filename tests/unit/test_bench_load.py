@@ -142,7 +142,8 @@ def test_names_are_text_and_no_markup_in_the_report(name, monkeypatch):
     ):
         assert line in together
     monkeypatch.setattr("sys.stdout", offline := io.StringIO())
-    print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": []})
+    print_offline({"model": name, "isa": "scalar", "num_threads": 1, "preemptions": 0, "rows": [],
+                   "interrupted": False})  # fmt: skip
     assert offline.getvalue().startswith(f"{name}, scalar, 1 threads")
 
 
@@ -191,6 +192,16 @@ def test_requests_that_were_due_and_never_sent_are_misses():
     assert f"within the objective 0 of {unsent}" in shown
 
 
+def test_a_class_without_an_objective_has_no_goodput_of_its_own():
+    stage = summary(Closed(1), Limits(num_requests=2), slo="x:e2e=9s")
+    (without,) = stage["classes"].values()
+    stage["classes"]["x"] = {**without, "goodput": stage["goodput"]}
+    shown = printed(stages=[stage])
+    assert "goodput, all: " in shown
+    assert "goodput, x: " in shown
+    assert "goodput, synthetic: " not in shown
+
+
 def test_a_burst_is_due_as_a_whole_and_never_more_than_was_asked_for():
     hanging = Script(((0, ROLE),), end="hang")
     limits = Limits(num_requests=9, duration_s=0.5, max_open=2)
@@ -223,6 +234,8 @@ def test_events_without_usage_count_the_tokens_of_events_with_it():
         stage = asyncio.run(Session().run(plan, target, Closed(1))).summary
     assert (stage["requests"]["ok"], stage["requests"]["timeout"]) == (3, 1)
     assert stage["throughput"]["output_tokens"] == pytest.approx(4 * 20)
+    # All four prompts have four words, and were read: the one without usage by its bytes.
+    assert stage["throughput"]["input_tokens"] == pytest.approx(4 * 3, rel=0.02)
 
 
 def test_input_that_nobody_counts_is_unknown_and_not_zero():
@@ -266,6 +279,9 @@ def test_the_report_says_whose_tokens_it_counts():
     assert stage["throughput"]["output_tokens_of"] == {"cut": 2}
     shown = printed(stages=[stage])
     assert "counts 2 tokens that came in the window, among them 2 of requests that the" in shown
+    waits = "most were still open at the end: --drain 60s waits for them"
+    assert waits in shown
+    assert waits not in printed(stages=[{**stage, "interrupted": True}])
 
 
 def test_a_table_of_several_stages_shows_what_was_cut_and_what_one_stage_alone_would_tell():

@@ -53,6 +53,11 @@ def test_a_median_lies_between_the_ranks_of_the_binomial():
     assert (figure.value, figure.low, figure.high) == (50.5, 40, 61)  # the tables' ranks for n=100
 
 
+def test_the_mean_of_durations_has_no_interval_below_zero():
+    assert summarise([0.8, 5.1])["mean"]["low"] == 0
+    assert summarise([-1.0, 5.1])["mean"]["low"] < 0
+
+
 def test_a_tail_beyond_the_sample_is_unbounded_and_says_so():
     figure = quantile_figure(np.arange(1.0, 21.0), 0.99)
     assert figure.high is None
@@ -116,6 +121,41 @@ def test_a_histograms_interval_takes_requests_not_tokens_as_independent():
         mean = histogram.summary()["mean"]
         held += mean["low"] <= truth <= mean["high"]
     assert held >= 88
+
+
+@pytest.mark.parametrize(("requests", "gaps"), [(5, 15), (40, 30)])
+def test_quantiles_of_gaps_hold_the_truth_as_often_as_they_say(requests, gaps):
+    """The gaps of a request are alike, and a few are long: of a short run, hardly one."""
+    rng = np.random.default_rng(4)
+
+    def draw() -> np.ndarray:
+        drawn = rng.uniform(0.5, 1.5) * rng.gamma(4, 0.0025, gaps)
+        drawn[rng.random(gaps) < 0.02] += rng.uniform(0.05, 0.3)
+        return drawn
+
+    names = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+    many = np.concatenate([draw() for _ in range(10_000)])
+    held = dict.fromkeys(names, 0)
+    for _ in range(100):
+        histogram = Histogram()
+        for _ in range(requests):
+            histogram.add(draw())
+        figures = histogram.summary()
+        for name, q in names.items():
+            low, high = figures[name]["low"], figures[name]["high"]
+            truth = np.quantile(many, q)
+            held[name] += (low or 0.0) <= 1.0025 * truth
+            held[name] -= high is not None and high < 0.9975 * truth
+    assert min(held.values()) >= 92, held
+
+
+def test_the_p99_of_a_few_gaps_is_unbounded_and_says_so():
+    histogram = Histogram()
+    for _ in range(3):
+        histogram.add(np.array([0.008, 0.009, 0.012, 0.008]))
+    figures = histogram.summary()
+    assert figures["p99"]["high"] is None
+    assert figures["p50"]["low"] is not None
 
 
 def test_a_histogram_keeps_its_size():

@@ -3,9 +3,12 @@
 import itertools
 import math
 import tracemalloc
+from email.utils import formatdate
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.bench import exchange as exchanges
 from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
 from paceline.bench.exchange import Exchange
@@ -110,6 +113,8 @@ def test_output_tokens_come_from_usage_then_the_tokenizer_then_the_events():
     assert without.output_tokens(None) == (2, "events")
     assert without.output_tokens(lambda text: len(text.split())) == (3, "tokenizer")
     assert exchange(answered((0.3, usage(9, 5)), *chunks)).output_tokens(None) == (5, "usage")
+    uncounted = exchange(answered(*chunks, (0.3, usage(0, 0) + DONE)))
+    assert (uncounted.output_tokens(None)[1], uncounted.input_tokens(None)) == ("events", None)
 
 
 def test_a_stream_that_just_ends_is_broken_and_an_error_in_it_is_an_error():
@@ -180,6 +185,18 @@ def test_statuses_are_refusals_or_errors(status, outcome):
     assert made.outcome == outcome
     assert made.retry_after_s == 3.0
     assert "no" in made.error
+
+
+def test_a_refusal_says_in_seconds_or_with_a_date_when_to_come_back(monkeypatch):
+    monkeypatch.setattr(exchanges, "time", SimpleNamespace(time=lambda: 1e9))
+
+    def wait(value: str) -> float | None:
+        answer = Answer(keeps_text=False)
+        answer.on_head(429, {"retry-after": value}, 0.1)
+        return exchange(answer).retry_after_s
+
+    assert [wait(formatdate(1e9 + late, usegmt=True)) for late in (100, -100)] == [100, 0]
+    assert [wait("1.5"), wait("soon"), wait("-1"), wait("inf"), wait("")] == [1.5, *[None] * 4]
 
 
 def test_events_that_are_no_json_are_counted_and_lose_nothing_else():

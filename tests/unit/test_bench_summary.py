@@ -10,6 +10,7 @@ from paceline.bench.answer import Answer
 from paceline.bench.conversation import Turn
 from paceline.bench.exchange import Exchange
 from paceline.bench.objective import parse_objectives
+from paceline.bench.plots import plot_data
 from paceline.bench.probe import Probe
 from paceline.bench.recorder import Recorder
 from paceline.bench.summary import Price, summarise_run
@@ -70,7 +71,7 @@ OK = [*GOOD, NO_USAGE]
 ALL = [WARM, *OK, *BAD, CUT]
 
 
-def summary(planned: list[Planned], slo: str = "ttft=350ms,e2e=1s") -> dict:
+def recorded(planned: list[Planned], slo: str) -> Recorder:
     recorder = Recorder(parse_objectives([slo]))
     recorder.epoch = EPOCH
     recorder.window.start, recorder.window.end = START, END
@@ -87,7 +88,11 @@ def summary(planned: list[Planned], slo: str = "ttft=350ms,e2e=1s") -> dict:
             answer.on_body(data, due + at)
         made.close(due + plan.ends, plan.outcome, plan.outcome)
         recorder.add(made)
-    return summarise_run(recorder, Probe(), Price())
+    return recorder
+
+
+def summary(planned: list[Planned], slo: str = "ttft=350ms,e2e=1s") -> dict:
+    return summarise_run(recorded(planned, slo), Probe(), Price())
 
 
 def arrivals(plan: Planned) -> list[float]:
@@ -136,8 +141,9 @@ def test_every_rate_is_the_truth_and_says_whose_tokens_it_counts():
     assert rates["output_tokens"] == pytest.approx(sum(rates["output_tokens_of"].values()))
     assert rates["output_tokens"] == pytest.approx(sum(of.values()), rel=0.1)
     assert rates["output_tokens_per_s"] == pytest.approx(rates["output_tokens"] / seconds)
-    num_input = 7 * 5 + 9 + 5  # known of the answers with usage
-    assert rates["input_tokens"] == num_input
+    told = 7 * 5 + 9 + 5  # by seven answers; five requests of the same size have no usage
+    num_input = told * 12 / 7
+    assert rates["input_tokens"] == pytest.approx(num_input)
     assert rates["input_tokens_per_s"] == pytest.approx(num_input / seconds)
     total = (num_input + rates["output_tokens"]) / seconds
     assert rates["total_tokens_per_s"] == pytest.approx(total)
@@ -169,6 +175,15 @@ def test_open_requests_are_averaged_over_the_window_alone():
     found = summary(ALL)["concurrency"]
     open_s = sum(plan.ends for plan in OK + BAD) + 0.5 + (WARM.at + WARM.ends - 1.0)
     assert found["mean"] == pytest.approx(open_s / (END - START))
+
+
+def test_open_requests_of_a_second_are_its_average():
+    long = Planned(at=2.25, packets=texts(1.0, 5.0), ends=5.5, tokens=2)
+    series = plot_data(recorded([*ALL, long], "e2e=1s"))["series"]
+    spans = [(plan.at, plan.at + plan.ends) for plan in (*ALL, long)]
+    for second, shown in zip(series["at"], series["open"], strict=True):
+        true = sum(max(0.0, min(end, second + 1) - max(begin, second)) for begin, end in spans)
+        assert shown == pytest.approx(true, abs=1e-5)
 
 
 def test_every_end_is_counted_once_and_only_the_cut_one_is_not_judged():

@@ -1,13 +1,17 @@
 """What `paceline bench` accepts, and what it refuses by name."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from paceline.bench.conversation import Turn
 from paceline.bench.http import Origin
-from paceline.bench.target import parse_target
+from paceline.bench.prose import read_corpus
+from paceline.bench.target import Target, parse_target
+from paceline.bench.traces import read_trace
 from paceline.bench.workloads import build_workload
 from paceline.cli.bench_offline import check_fits, read_counts, with_room
 from paceline.cli.bench_values import (
@@ -91,6 +95,23 @@ def test_options_of_serve_with_an_open_quote_are_refused_by_name():
         server_settings("x", "--host 'a", (), None, 8, 8192)
 
 
+@pytest.mark.parametrize("option", ["--port 1", "--host=::1", "--tls-key a --tls-cert b"])
+def test_an_address_of_a_server_that_the_bench_starts_is_refused_by_name(option):
+    with pytest.raises(ParameterError, match=r"--serve-with has --.*, which the bench chooses"):
+        server_settings("x", option, (), None, 8, 8192)
+
+
+def test_a_null_in_the_body_leaves_any_field_out():
+    given = '{"max_tokens": null, "stream_options": null, "temperature": null, "top_k": 1}'
+    target = Target(
+        name="a", origin=Origin.parse("127.0.0.1:1"), model="m", fields=read_fields(given),
+        ignores_eos=True,
+    )  # fmt: skip
+    request = target.request(Turn(messages=(), max_tokens=4), [])
+    body = json.loads(request.partition(b"\r\n\r\n")[2])
+    assert body == {"model": "m", "stream": True, "messages": [], "ignore_eos": True, "top_k": 1}
+
+
 def test_trace_takes_the_addresses_that_bench_takes():
     for text in ("localhost:8731", "http://localhost:8731/", "localhost:8731/v1"):
         assert base_address(text) == "http://localhost:8731"
@@ -138,10 +159,23 @@ def test_options_of_servers_that_are_not_started_are_refused_by_name(
 
 
 def test_options_of_servers_that_are_started_are_taken():
-    given = {"--serve-with": "--port 1", "--slots": 4, "--peer-python": ["openvino=a"]}
+    given = {"--serve-with": "--grace 1", "--slots": 4, "--peer-python": ["openvino=a"]}
     check_server_options("m", ["openvino"], given)
     check_server_options("m", None, {"--threads": 2})
     check_server_options(None, ["openvino"], {"--peer-model": "m"})
+
+
+def test_options_of_the_load_before_a_command_of_its_own_are_refused_by_name():
+    for option in ("--target=x", "--json", "--seed=0"):
+        refused = CliRunner().invoke(app, ["bench", option, "offline", "m"])
+        what = f"{option.partition('=')[0]} has no effect on `bench offline`"
+        assert what in str(refused.exception)
+
+
+def test_a_search_over_a_load_with_its_own_times_is_refused_with_a_remedy_that_works():
+    given = ["--target", "x", "--find-rate", "--slo", "ttft=1s", "--arrival", "burst"]
+    refused = CliRunner().invoke(app, ["bench", *given])
+    assert "leave out --rate, --sweep and --find-rate" in str(refused.exception)
 
 
 def test_a_share_without_a_search_is_refused():
@@ -202,7 +236,9 @@ def test_options_that_are_there_and_say_nothing_are_refused_by_name():
         read_headers("", [])
 
 
-@pytest.mark.parametrize("name", ["Host", "content-length", "Transfer-Encoding", "Connection"])
+@pytest.mark.parametrize(
+    "name", ["Host", "content-length", "Transfer-Encoding", "Connection", "Accept-Encoding"]
+)
 def test_a_header_that_frames_the_request_is_refused_by_name(name):
     with pytest.raises(ParameterError, match=f"--header {name} is set by the bench"):
         read_headers(None, [f"{name}: 1"])
@@ -237,6 +273,28 @@ def test_a_trace_that_cannot_be_played_is_refused_by_its_request(tmp_path, lines
     path.write_text(lines)
     with pytest.raises(ParameterError, match=what):
         build_workload(f"trace:file={path}")
+
+
+def test_files_are_read_past_a_byte_order_mark(tmp_path):
+    mark = "\ufeff"
+    (tmp_path / "a.csv").write_text(mark + "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03.97,7\n")
+    (tmp_path / "a.jsonl").write_text(mark + '{"at_s": 3, "input_length": 7}\n')
+    (tmp_path / "b.jsonl").write_text(mark + '{"messages": [{"role": "user", "content": "a"}]}')
+    (tmp_path / "a.txt").write_text(mark + "text")
+    for name in ("a.csv", "a.jsonl"):
+        assert [each.input_tokens for each in read_trace(str(tmp_path / name))] == [7]
+    assert len(build_workload(f"conversations:file={tmp_path / 'b.jsonl'}").items) == 1
+    assert read_corpus(str(tmp_path / "a.txt")) == "text"
+
+
+def test_a_csv_trace_may_leave_a_length_blank_and_one_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("at_s,input_length,output_length\n0,,4\n")
+    (found,) = read_trace(str(path))
+    assert (found.input_tokens, found.output_tokens) == (None, 4)
+    path.write_text("at_s,x\n0," + "y" * 200_000)
+    with pytest.raises(ParameterError, match="cannot be read as a trace"):
+        read_trace(str(path))
 
 
 @pytest.mark.parametrize(

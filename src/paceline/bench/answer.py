@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -93,11 +94,17 @@ class Answer:
                 if parameter.startswith("dur="):
                     with suppress(ValueError):  # it is no number: nothing is known of that phase
                         self._add_phase(name, float(parameter[4:]) / 1e3)
-        if status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
+        coding = headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
+            what = printable(coding[:_MAX_SHOWN_CHARS])
+            self.error = f"no answer: its body is {what}, and the request takes identity alone"
+        elif status == 200 and "text/event-stream" in headers.get("content-type", "").lower():
             self._reader = EventReader()
 
     def on_body(self, data: bytes, now: float) -> bool:
         self._num_bytes += len(data)
+        if self._reader is None and self.error is not None:  # the head said so
+            return False
         if self._reader is None:
             self._body += data
             if not self._is_untyped_stream():
@@ -300,6 +307,14 @@ def error_text(body: Any) -> str | None:
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or str(error)
     return None if error is None else printable(str(error)[:_MAX_ERROR_CHARS])
+
+
+def redirection(status: int, headers: Mapping[str, str]) -> str | None:
+    """Return where a response sends its reader, in words. The bench does not follow."""
+    location = headers.get("location")
+    if location is None or not 300 <= status < 400:
+        return None
+    return f"it redirects to {printable(location[:_MAX_ERROR_CHARS])}: name that address"
 
 
 def _cut(body: bytes) -> str:

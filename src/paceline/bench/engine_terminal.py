@@ -52,6 +52,8 @@ def print_offline(document: dict[str, Any]) -> None:
             "--kv-memory",
             style="yellow",
         )
+    if document["interrupted"]:
+        console.print("interrupted: what was measured until then", style="yellow")
 
 
 def print_spec(document: dict[str, Any]) -> None:

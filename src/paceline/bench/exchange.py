@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
 import numpy as np
 
-from paceline.bench.answer import Answer
+from paceline.bench.answer import Answer, redirection
 from paceline.bench.conversation import Turn
 from paceline.bench.prose import TokenCounter
 from paceline.bench.validity import are_valid_calls, is_valid_json
@@ -38,6 +41,7 @@ class Exchange:
     answer: Answer
     scheduled_at: float
     is_warmup: bool = False
+    num_bytes: int = 1  # of the request
     prompt_text: str | None = None  # kept where a tokenizer counts it
     sent_at: float = math.nan
     ended_at: float = math.nan
@@ -57,7 +61,8 @@ class Exchange:
         if answer.status in _REFUSALS:
             return "refused", answer.error or f"HTTP {answer.status}"
         if answer.status != 200:
-            return "error", f"HTTP {answer.status}: {answer.error or 'no message'}"
+            what = redirection(answer.status, answer.headers) or answer.error or "no message"
+            return "error", f"HTTP {answer.status}: {what}"
         if answer.error is not None:
             return "error", answer.error
         if answer.finish_reason in _FAILED_REASONS:
@@ -71,10 +76,14 @@ class Exchange:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds that a refusal asks us to wait, where it gives them as a number."""
+        """Seconds that a refusal asks us to wait: it says a number, or until when."""
+        value = self.answer.headers.get("retry-after", "")
         try:
-            seconds = float(self.answer.headers["retry-after"])
-        except (KeyError, ValueError):
+            seconds = float(value)
+        except ValueError:
+            with contextlib.suppress(ValueError, OverflowError):  # it is no date either
+                until = parsedate_to_datetime(value)
+                return max(0.0, until.timestamp() - time.time())
             return None
         return seconds if 0 <= seconds < math.inf else None
 
@@ -117,18 +126,20 @@ class Exchange:
         """Return the tokens of the answer and where the figure is from.
 
         A usage figure wins, then the tokenizer that the user named, then the number of text
-        events. A cut or failed answer has rarely a usage figure.
+        events. A cut or failed answer has rarely a usage figure. One of 0 beside a text is none:
+        some servers write 0 where they do not count.
         """
         answer = self.answer
-        if answer.output_tokens is not None:
+        if answer.output_tokens is not None and (answer.output_tokens or not answer.arrivals):
             return answer.output_tokens, "usage"
         if count is not None:
             return (count(answer.text) if answer.texts else 0), "tokenizer"
         return answer.num_text_events, "events"
 
     def input_tokens(self, count: TokenCounter | None) -> int | None:
-        if self.answer.input_tokens is not None or count is None or self.prompt_text is None:
-            return self.answer.input_tokens
+        told = self.answer.input_tokens or None  # no prompt has 0 tokens
+        if told is not None or count is None or self.prompt_text is None:
+            return told
         return count(self.prompt_text)
 
     def is_valid(self) -> bool | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.statistics import QUANTILES, Figure, student_t
+from paceline.bench.statistics import QUANTILES, Figure, rank_interval, student_t
 
 _LOWEST_S = 1e-6
 _GROWTH = 1.005  # a value is off by at most half of this step: 0.25 %
@@ -21,7 +21,9 @@ class Histogram:
 
     Values of one request are alike, so an interval that took each as independent would be far
     too narrow. Requests are dealt to 20 groups, and the spread is that of the figures with one
-    group left out (delete-a-group jackknife, Kott 2001).
+    group left out (delete-a-group jackknife, Kott 2001). A quantile barely moves when a group is
+    left out, so its interval is that of the share of values up to it, turned into values (Woodruff
+    1952), and never narrower than that of as many independent values.
     """
 
     def __init__(self) -> None:
@@ -80,30 +82,49 @@ class Histogram:
         summary["mean"] = _jackknife(float(sums.sum()) / total, left).as_dict(scale)
         summary["std"] = math.sqrt(self._squares / (total - 1)) * scale if total > 1 else None
         summary["min"] = self._min * scale
-        whole = self._counts.sum(axis=0)
         for name, q in QUANTILES.items():
-            left = [
-                self._quantile(whole - self._counts[g], q)
-                for g in range(_NUM_GROUPS)
-                if 0 < counts[g] < total
-            ]
-            summary[name] = _jackknife(self._quantile(whole, q), left).as_dict(scale)
+            summary[name] = self._quantile_figure(q).as_dict(scale)
         summary["max"] = self._max * scale
         return summary
 
     def curve(self, scale: float = 1.0, num_points: int = 300) -> list[list[float]]:
         """Return points [value, share at or below], for a cumulative plot."""
-        whole = self._counts.sum(axis=0)
-        total = int(whole.sum())
+        below = np.cumsum(self._counts.sum(axis=0))
+        total = int(below[-1])
         if total == 0:
             return []
         shares = [i / num_points for i in range(1, num_points)]
-        points = [[self._quantile(whole, q) * scale, q] for q in shares]
+        points = [[self._at_rank(below, q * total) * scale, q] for q in shares]
         return [*points, [self._max * scale, 1.0]]
 
-    def _quantile(self, counts: np.ndarray[Any, Any], q: float) -> float:
-        below = np.cumsum(counts)
-        idx = int(np.searchsorted(below, q * below[-1], side="left"))
+    def _quantile_figure(self, q: float) -> Figure:
+        """Return quantile `q` with its interval; an end is None where no value bounds it."""
+        counts = self._counts.sum(axis=1)
+        below = np.cumsum(self._counts.sum(axis=0))
+        total = int(below[-1])
+        idx = int(np.searchsorted(below, q * total))
+        up_to = self._counts[:, : idx + 1].sum(axis=1)
+        left = [
+            float((below[idx] - up_to[g]) / (total - counts[g]))
+            for g in range(_NUM_GROUPS)
+            if 0 < counts[g] < total
+        ]
+        value = self._at_rank(below, q * total)
+        half = _half_width(float(below[idx]) / total, left)
+        if half is None:
+            return Figure(value=value, low=None, high=None)
+        low, high = rank_interval(total, q)
+        low = min(low, math.floor(total * (q - half)))
+        high = max(high, math.ceil(total * (q + half)) + 1)
+        return Figure(
+            value=value,
+            low=self._at_rank(below, low) if low >= 1 else None,
+            high=self._at_rank(below, high) if high <= total else None,
+        )
+
+    def _at_rank(self, below: np.ndarray[Any, Any], rank: float) -> float:
+        """Return the value of a rank (from 1), by the counts up to each bucket."""
+        idx = int(np.searchsorted(below, rank, side="left"))
         # The middle of the bucket on the log scale; never beyond the exact ends.
         middle = _LOWEST_S * math.exp((idx + 0.5) * _LOG_GROWTH)
         return max(self._min, min(middle, self._max))
@@ -111,9 +132,16 @@ class Histogram:
 
 def _jackknife(value: float, left_out: list[float]) -> Figure:
     """Return `value` with the interval that the values with one group left out give."""
+    half = _half_width(value, left_out)
+    if half is None:
+        return Figure(value=value, low=None, high=None)
+    return Figure(value=value, low=max(0.0, value - half), high=value + half)
+
+
+def _half_width(value: float, left_out: list[float]) -> float | None:
+    """Return half of the 95 % interval of `value`; None for fewer than two groups."""
     num = len(left_out)
     if num < 2:
-        return Figure(value=value, low=None, high=None)
+        return None
     spread = math.sqrt((num - 1) / num * sum((v - value) ** 2 for v in left_out))
-    half = student_t(num - 1) * spread
-    return Figure(value=value, low=max(0.0, value - half), high=value + half)
+    return student_t(num - 1) * spread

@@ -10,6 +10,8 @@ import asyncio
 import socket
 import ssl
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, cast
@@ -20,7 +22,10 @@ import httptools
 from paceline.bench.packets import PacketConnection
 from paceline.errors import ParameterError
 
+_LOOK_S = 3.0
 _MAX_HEAD_BYTES = 256 << 10
+_FIRST_FINAL_STATUS = 200
+_UNTRUSTED = (18, 19, 20, 21)  # X509_V_ERR_…: the certificate's own, or of an unknown issuer
 
 
 class ConnectionBrokenError(Exception):
@@ -40,7 +45,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a server listens: `address` is resolved once, `path` stands before every route."""
+    """Where a server listens: `address` is looked up once, `path` stands before every route."""
 
     host: str
     port: int
@@ -74,22 +79,38 @@ class Origin:
             raise ParameterError(
                 f"{parts.hostname!r} has no address ({error}): check the URL"
             ) from None
-        return cls(host=parts.hostname, port=port, address=str(found[0][4][0]), path=path,
-                   is_tls=is_tls)  # fmt: skip
+        address = _listening([str(entry[4][0]) for entry in found], port)
+        return cls(host=parts.hostname, port=port, address=address, path=path, is_tls=is_tls)
+
+    @property
+    def place(self) -> str:
+        """Host and port, as a URL and the Host header have them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
         scheme = "https" if self.is_tls else "http"
-        return f"{scheme}://{self.host}:{self.port}{self.path}"
+        return f"{scheme}://{self.place}{self.path}"
+
+
+def _listening(addresses: Sequence[str], port: int) -> str:
+    """Return the first address at which somebody listens, the first of all where nobody does.
+
+    "localhost" may be ::1 and 127.0.0.1, of which a server often has the second alone.
+    """
+    for address in addresses if len(addresses) > 1 else ():
+        with suppress(OSError), socket.create_connection((address, port), timeout=_LOOK_S):
+            return address
+    return addresses[0]
 
 
 def request_bytes(
     origin: Origin, method: str, route: str, headers: dict[str, str], body: bytes = b""
 ) -> bytes:
     """Return a whole HTTP/1.1 request for `origin.path + route`."""
-    lines = [f"{method} {origin.path}{route} HTTP/1.1", f"Host: {origin.host}:{origin.port}"]
+    lines = [f"{method} {origin.path}{route} HTTP/1.1", f"Host: {origin.place}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    lines += ["Connection: close"]
+    lines += ["Connection: close", "Accept-Encoding: identity"]
     if body or method == "POST":
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
@@ -135,6 +156,9 @@ async def _send_over_tls(origin: Origin, request: bytes, exchange: _Exchange) ->
 
 
 def _cannot_connect(error: OSError) -> ConnectionBrokenError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = "; SSL_CERT_FILE=FILE.pem trusts it" if error.verify_code in _UNTRUSTED else ""
+        return ConnectionBrokenError(f"cannot connect: {error.verify_message}{remedy}")
     return ConnectionBrokenError(f"cannot connect: {error.strerror or error}")
 
 
@@ -203,7 +227,11 @@ class _Exchange:
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        self._status = self._parser.get_status_code()
+        status = self._parser.get_status_code()
+        if status < _FIRST_FINAL_STATUS:  # 100 Continue, 103 Early Hints: the response follows
+            self._headers = {}
+            return
+        self._status = status
         self._sink.on_head(self._status, self._headers, self._now)
 
     def on_body(self, data: bytes) -> None:
@@ -211,7 +239,7 @@ class _Exchange:
             self.on_message_complete()
 
     def on_message_complete(self) -> None:
-        if not self.done.done():
+        if self._status and not self.done.done():
             self.done.set_result(self._now)
 
     def _fail(self, reason: str) -> None:

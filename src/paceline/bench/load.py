@@ -204,6 +204,7 @@ class Load:
         if self._keeps_text:
             exchange.prompt_text = "\n".join(str(message["content"]) for message in messages)
         request = self._target.request(exchange.turn, messages)
+        exchange.num_bytes = len(request)
         exchange.sent_at = time.perf_counter()
         self.num_open += 1
         self.recorder.note_open(self.num_open, exchange.sent_at)

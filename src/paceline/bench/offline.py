@@ -45,20 +45,28 @@ def measure(
     *,
     seed: int = 0,
     on_round: Callable[[Cell, int], None] = lambda cell, idx: None,
-) -> list[dict[str, Any]]:
-    """Return a row a cell, medians and ranges over interleaved rounds after one that warms up.
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return a row a cell, medians and ranges over interleaved rounds after one that warms up, and
+    whether Ctrl-C ended them.
 
-    Prompts are random and all distinct, so that no cache can answer them.
+    Prompts are random and all distinct, so that no cache can answer them. After Ctrl-C the rows are
+    those of the batches that were whole; without one it raises KeyboardInterrupt.
     """
     rng = random.Random(seed)
-    batches: dict[Cell, list[Batch]] = {cell: [] for cell in cells}
-    for idx in range(num_rounds + 1):
-        for cell in cells:
-            on_round(cell, idx)
-            batch = run_batch(loaded, cell, rng)
-            if idx:
-                batches[cell].append(batch)
-    return [_row(cell, found) for cell, found in batches.items()]
+    batches: dict[Cell, list[Batch]] = {}
+    is_interrupted = False
+    try:
+        for idx in range(num_rounds + 1):
+            for cell in cells:
+                on_round(cell, idx)
+                batch = run_batch(loaded, cell, rng)
+                if idx:
+                    batches.setdefault(cell, []).append(batch)
+    except KeyboardInterrupt:
+        if not batches:
+            raise
+        is_interrupted = True
+    return [_row(cell, found) for cell, found in batches.items()], is_interrupted
 
 
 def run_batch(loaded: LoadedModel, cell: Cell, rng: random.Random) -> Batch:

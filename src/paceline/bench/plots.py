@@ -54,7 +54,7 @@ def _points(recorder: Recorder) -> list[list[Any]]:
 
 
 def _series(recorder: Recorder) -> dict[str, list[float]]:
-    """Return output tokens a second and open requests, second by second or coarser."""
+    """Return output tokens a second and open requests on average, second by second or coarser."""
     seconds = [*recorder.tokens_by_second, *recorder.open_changes]
     if not seconds:
         return {"at": [], "tokens_per_s": [], "open": []}
@@ -63,13 +63,16 @@ def _series(recorder: Recorder) -> dict[str, list[float]]:
     at: list[float] = []
     tokens: list[float] = []
     num_open: list[float] = []
-    level = 0
+    level = 0.0
     for begin in range(first, last + 1, step):
         span = range(begin, begin + step)
-        level += sum(recorder.open_changes.get(second, 0) for second in span)
+        open_s = 0.0
+        for second in span:
+            level += recorder.open_changes.get(second, 0.0)
+            open_s += level
         at.append(begin)
         tokens.append(_round(sum(recorder.tokens_by_second.get(s, 0.0) for s in span) / step))
-        num_open.append(level)
+        num_open.append(_round(max(0.0, round(open_s / step, 6))))  # a sum may end beside 0
     return {"at": at, "tokens_per_s": tokens, "open": num_open}
 
 

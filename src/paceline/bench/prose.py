@@ -74,7 +74,7 @@ def common_words() -> list[str]:
 
 def read_corpus(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path} cannot be read as text: {error}") from None
 

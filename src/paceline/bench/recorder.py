@@ -99,9 +99,11 @@ class Recorder:
         self.window = Window()
         self.epoch = 0.0
         self.classes: dict[str, Columns] = {}
-        self.input_tokens = 0.0  # of requests whose first text came inside the window
-        self.num_inputs_known = 0
-        self.num_inputs_unknown = 0  # neither usage nor a tokenizer told their tokens
+        # Of requests whose first text came inside the window: input tokens, where usage or a
+        # tokenizer told them, the bytes of these requests, and of those that nobody told of.
+        self._told_tokens = 0
+        self._told_bytes = 0
+        self._untold_bytes = 0
         # By arrival inside the window: how the request ended, or "warmup" -> output tokens.
         self.tokens_of: defaultdict[str, float] = defaultdict(float)
         self._usage_tokens = 0  # of answers with usage,
@@ -114,7 +116,8 @@ class Recorder:
         self.cached_tokens = 0
         self.errors: Counter[str] = Counter()
         self.tokens_by_second: defaultdict[int, float] = defaultdict(float)
-        self.open_changes: defaultdict[int, int] = defaultdict(int)
+        # From second to second, how much longer requests were open in it, summed.
+        self.open_changes: defaultdict[int, float] = defaultdict(float)
         self.open_s = 0.0  # that requests were open inside the window, summed
         self.peak_open = 0
         self.worst: list[tuple[float, int, dict[str, Any]]] = []
@@ -132,6 +135,19 @@ class Recorder:
     @property
     def output_tokens(self) -> float:
         return sum(self.tokens_of.values())
+
+    @property
+    def input_tokens(self) -> float | None:
+        """Those that came into the window; None where nobody told of any.
+
+        A request that was cut or failed has no usage: its bytes count as many tokens as those of
+        the others.
+        """
+        if not self._untold_bytes:
+            return float(self._told_tokens)
+        if not self._told_bytes:
+            return None
+        return self._told_tokens * (1 + self._untold_bytes / self._told_bytes)
 
     def note_open(self, num_open: int, now: float) -> None:
         """Take note of how many requests are open now."""
@@ -212,8 +228,7 @@ class Recorder:
 
     def _add_to_window(self, exchange: Exchange, tokens: float, num_input: int | None) -> None:
         arrivals, window = np.asarray(exchange.answer.arrivals), self.window
-        self.open_changes[math.floor(exchange.sent_at - self.epoch)] += 1
-        self.open_changes[math.ceil(exchange.ended_at - self.epoch)] -= 1
+        self._add_open(exchange.sent_at - self.epoch, exchange.ended_at - self.epoch)
         opened, ended = max(exchange.sent_at, window.start), min(exchange.ended_at, window.end)
         self.open_s += max(0.0, ended - opened)
         if not arrivals.size:
@@ -225,9 +240,24 @@ class Recorder:
         for second, count in zip(seconds.tolist(), counts.tolist(), strict=True):
             self.tokens_by_second[second] += weight * count
         if window.start <= arrivals[0] <= window.end:
-            self.input_tokens += num_input or 0
-            self.num_inputs_known += num_input is not None
-            self.num_inputs_unknown += num_input is None
+            if num_input is None:
+                self._untold_bytes += exchange.num_bytes
+            else:
+                self._told_tokens += num_input
+                self._told_bytes += exchange.num_bytes
+
+    def _add_open(self, sent_s: float, ended_s: float) -> None:
+        """Spread the time that a request was open over the seconds that it was open in."""
+        first, last = math.floor(sent_s), math.floor(ended_s)
+        if first == last:
+            parts = [(first, ended_s - sent_s)]
+        else:
+            parts = [(first, first + 1 - sent_s), (first + 1, 1.0), (last, ended_s - last)]
+        before = 0.0
+        for second, open_s in parts:
+            self.open_changes[second] += open_s - before
+            before = open_s
+        self.open_changes[last + 1] -= before
 
     def _add_to_class(
         self,

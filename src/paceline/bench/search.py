@@ -51,7 +51,8 @@ async def find_rate(
     """Double or halve the rate until it is enclosed, then bisect on the logarithm.
 
     A stage holds where at least the share `at_least` of all its requests met their objective,
-    those that the end cut counted as missed. It ends with good and bad within `tolerance`.
+    those that the end cut counted as missed. It ends with good and bad within `tolerance`, or where
+    a stage does not hold though no two of its requests were open at once: no lower rate would.
     """
     search = Search(target=target.name, at_least=at_least)
 
@@ -71,6 +72,8 @@ async def find_rate(
     for _ in range(_MAX_DOUBLINGS):
         is_held = await holds(rate)
         if session.is_interrupted or (search.good is not None and search.bad is not None):
+            break
+        if not is_held and search.stages[-1].summary["concurrency"]["peak"] == 1:
             break
         rate = rate * 2 if is_held else rate / 2
     while (

@@ -28,6 +28,7 @@ PEERS = {
 }
 _START_S = 300.0
 _STOP_S = 10.0
+_KEY_WANTED = (401, 403)
 _MAX_LOG_CHARS = 400
 
 
@@ -113,8 +114,12 @@ def _command(
 
 
 def _wait(name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return once the server lists its models. Raises ServerStartError with its last words."""
+    """Return once the server lists its models, or says that it wants a key.
+
+    Raises ServerStartError with its last words.
+    """
     deadline = time.monotonic() + _START_S
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy is
     while time.monotonic() < deadline:
         if process.poll() is not None:
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
@@ -127,8 +132,12 @@ def _wait(name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> N
             reason = (last or ["no message"])[0][:_MAX_LOG_CHARS]
             raise ServerStartError(f"{name} did not start ({reason}){remedy}")
         try:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=2):
+            with direct.open(f"{url}/v1/models", timeout=2):
                 return
+        except urllib.error.HTTPError as error:
+            if error.code in _KEY_WANTED:
+                return
+            time.sleep(0.1)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)
     raise ServerStartError(f"{name} was not up within {_START_S:.0f} s")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def quantile_figure(ordered: np.ndarray[Any, Any], q: float) -> Figure:
     """
     n = int(ordered.size)
     value = float(np.quantile(ordered, q))
-    low, high = _rank_interval(n, q)
+    low, high = rank_interval(n, q)
     return Figure(
         value=value,
         low=float(ordered[low - 1]) if low >= 1 else None,
@@ -69,7 +69,7 @@ def quantile_figure(ordered: np.ndarray[Any, Any], q: float) -> Figure:
     )
 
 
-def _rank_interval(n: int, q: float) -> tuple[int, int]:
+def rank_interval(n: int, q: float) -> tuple[int, int]:
     """Return ranks (from 1; 0 and n + 1 mean unbounded) that enclose quantile q at 95 %."""
     if n > _MAX_EXACT:
         half = _Z * math.sqrt(n * q * (1 - q))
@@ -120,7 +120,10 @@ def summarise(values: Sequence[float] | np.ndarray[Any, Any], scale: float = 1.0
     if sample.size == 0:
         return {"count": 0}
     summary: dict[str, Any] = {"count": int(sample.size)}
-    summary["mean"] = mean_figure(sample).as_dict(scale)
+    mean = mean_figure(sample)
+    if mean.low is not None and sample[0] >= 0:  # no mean of what is never negative is
+        mean = replace(mean, low=max(0.0, mean.low))
+    summary["mean"] = mean.as_dict(scale)
     summary["std"] = float(sample.std(ddof=1)) * scale if sample.size > 1 else None
     summary["min"] = float(sample[0]) * scale
     for name, q in QUANTILES.items():

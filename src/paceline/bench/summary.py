@@ -135,9 +135,7 @@ def _throughput(recorder: Recorder, together: Columns, duration_s: float) -> dic
     """
     tpot = together.of("tpot")
     seconds = duration_s or 1.0
-    num_input: float | None = recorder.input_tokens
-    if recorder.num_inputs_unknown and not recorder.num_inputs_known:
-        num_input = None
+    num_input = recorder.input_tokens
     total = None if num_input is None else num_input + recorder.output_tokens
     return {
         "requests_per_s": recorder.num_completed / seconds,

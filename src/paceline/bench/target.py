@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from paceline.bench.answer import as_text, error_text, read_json
+from paceline.bench.answer import as_text, error_text, read_json, redirection
 from paceline.bench.conversation import Message, Turn
 from paceline.bench.http import ConnectionBrokenError, Origin, request_bytes, send
 from paceline.errors import PacelineError, ParameterError
@@ -28,7 +28,8 @@ class TargetError(PacelineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`fields` go into every request as they are; `ignores_eos` adds ignore_eos."""
+    """`fields` go into every request as they are, over those of the bench; None leaves one out.
+    `ignores_eos` adds ignore_eos."""
 
     name: str
     origin: Origin
@@ -55,6 +56,7 @@ class Target:
             body["ignore_eos"] = True
         body.update(turn.fields)
         body.update(self.fields)
+        body = {name: value for name, value in body.items() if value is not None}
         headers = {**self.headers, "Accept": "text/event-stream"}
         return request_bytes(self.origin, "POST", ROUTES[self.endpoint], headers, _encode(body))
 
@@ -97,10 +99,10 @@ async def get_json(origin: Origin, route: str, headers: Mapping[str, str]) -> An
         ) from None
     content = read_json(b"".join(answer.parts))
     if answer.status != 200 or content is None:
+        what = redirection(answer.status, answer.headers) or error_text(content) or "no JSON"
         raise TargetError(
-            f"{origin.url}{route} answers {answer.status} "
-            f"({error_text(content) or 'no JSON'}): name the model with --model, and check the "
-            "address and --api-key"
+            f"{origin.url}{route} answers {answer.status} ({what}): name the model with --model, "
+            "and check the address and --api-key"
         )
     return content
 
@@ -110,6 +112,7 @@ class _Body:
 
     def __init__(self) -> None:
         self.status = 0
+        self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
         self._num_bytes = 0
 
@@ -118,6 +121,7 @@ class _Body:
 
     def on_head(self, status: int, headers: dict[str, str], now: float) -> None:
         self.status = status
+        self.headers = headers
 
     def on_body(self, data: bytes, now: float) -> bool:
         self.parts.append(data)

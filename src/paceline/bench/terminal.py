@@ -110,6 +110,9 @@ def _print_stage(stage: dict[str, Any], console: Console) -> None:
         f"{stage['target']}: {requests['measured']} requests in {stage['window_s']:.1f} s "
         f"({', '.join(parts)})"
     )
+    if requests["cut"] > requests["ok"] and not stage["interrupted"]:
+        hint = "  most were still open at the end: --drain 60s waits for them"
+        console.print(hint, style="yellow")
     for error in stage["errors"][:5]:
         console.print(f"  {error['count']} x {error['what']}", style="red")
     if any(figures["count"] for figures in stage["latency_ms"].values()):
@@ -214,7 +217,7 @@ def _print_goodput(stage: dict[str, Any], console: Console) -> None:
     if len(stage["classes"]) > 1:
         rows += [(kind, figures["goodput"]) for kind, figures in stage["classes"].items()]
     for kind, figures in rows:
-        if figures["attainment"] is None:
+        if figures["attainment"] is None or not figures["objectives_ms"]:
             continue
         share = figures["attainment"]
         cut = f"; {figures['cut']} cut by the end are left out" if figures["cut"] else ""

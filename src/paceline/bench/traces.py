@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,13 +38,13 @@ def read_trace(path: str) -> Sequence[Arrived]:
     optional lengths, or CSV with `at_s` or `TIMESTAMP` (a date, as Azure's traces have it).
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")  # spreadsheets write a mark
         if path.endswith(".csv"):
-            rows: list[dict[str, Any]] = list(csv.DictReader(text.splitlines()))
+            rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text)))
         else:
-            rows = [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
+            rows = [msgspec.json.decode(line) for line in text.split("\n") if line.strip()]
         items = [_arrived(row, number) for number, row in enumerate(rows, start=1)]
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
         raise ParameterError(
             f"{path} cannot be read as a trace ({error}): lines need at_s in seconds or timestamp "
             "in milliseconds"
@@ -91,7 +92,7 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def _count(row: dict[str, Any], names: Sequence[str]) -> int | None:
-    name = next((name for name in names if name in row), None)
+    name = next((name for name in names if row.get(name) not in (None, "")), None)
     if name is None:
         return None
     count = int(row[name])

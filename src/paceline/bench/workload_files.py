@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import random
 import zlib
@@ -192,6 +193,7 @@ def read_lines(path: str) -> list[dict[str, Any]]:
     try:
         data = Path(path).expanduser().read_bytes()
         text = gzip.decompress(data) if path.endswith(".gz") else data
+        text = text.removeprefix(codecs.BOM_UTF8)
         lines = [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
     except (OSError, ValueError, EOFError, zlib.error, RecursionError) as error:
         raise ParameterError(

@@ -11,6 +11,7 @@ import typer
 from paceline.cli.bench_offline import offline
 from paceline.cli.bench_spec import spec
 from paceline.cli.bench_values import (
+    check_command_alone,
     check_names,
     check_not_empty,
     check_outputs,
@@ -104,7 +105,8 @@ def bench(
         _option(
             TARGETS,
             "--body",
-            help='JSON fields for every request, over our own ({"temperature": 0}).',
+            help='JSON fields for every request, over our own ({"temperature": 0}); null leaves '
+            "one out.",
         ),
     ] = None,
     server_timings: Annotated[
@@ -266,6 +268,7 @@ def bench(
     - `paceline bench spec qwen2.5-coder-1.5b`
     """
     if ctx.invoked_subcommand is not None:
+        check_command_alone(ctx)
         return
     from paceline.bench.objective import check_classes, parse_objectives
     from paceline.bench.program import Program
@@ -363,9 +366,12 @@ def _run_and_report(
         print_report(document, report_console())
     counts = [stage["requests"] for stage in document["stages"]]
     if not any(count["ok"] for count in counts):
-        what = "interrupted before" if document["interrupted"] else "the run ended without"
         num_cut = sum(count["cut"] for count in counts)
-        why = f": {num_cut} still open at its end (--drain 60s waits for them)" if num_cut else ""
-        failures.append(f"{what} one complete answer{why}")
+        why = f": {num_cut} still open at its end" if num_cut else ""
+        if document["interrupted"]:
+            failures.append(f"interrupted before one complete answer{why}")
+        else:
+            remedy = " (--drain 60s waits for them)" if num_cut else ""
+            failures.append(f"the run ended without one complete answer{why}{remedy}")
     if failures:
         raise PacelineError("; ".join(failures))

@@ -41,7 +41,8 @@ def offline(
 ) -> None:
     """Measure the engine without HTTP, over batch sizes and prompt lengths.
 
-    Prompts are random tokens, all distinct. Decode is timed while the whole batch decodes.
+    Prompts are random tokens, all distinct. Decode is timed while the whole batch decodes. Figures
+    are medians over the rounds, ranges their ends. Ctrl-C reports the rounds until then.
 
     **Examples**
 
@@ -59,7 +60,7 @@ def offline(
     check_fits(max(inputs), output_tokens, loaded.config.max_model_len)
     cells = list(grid(batches, inputs, output_tokens))
     with offline_status() as say:
-        rows = measure(
+        rows, is_interrupted = measure(
             loaded,
             cells,
             rounds,
@@ -74,6 +75,7 @@ def offline(
         "num_threads": loaded.config.num_threads,
         "preemptions": loaded.engine.stats().num_preemptions,
         "rows": rows,
+        "interrupted": is_interrupted,
     }
     loaded.engine.stop(timeout_s=5.0)
     if as_json:
@@ -109,5 +111,5 @@ def check_fits(input_tokens: int, output_tokens: int, max_model_len: int | None)
     if max_model_len is not None and input_tokens + output_tokens > max_model_len:
         raise ParameterError(
             f"--input {input_tokens} and --output {output_tokens} do not fit a context of "
-            f"{max_model_len} tokens: ask for less, or raise --max-model-len"
+            f"{max_model_len} tokens: ask for less, or raise --max-model-len and --kv-memory"
         )

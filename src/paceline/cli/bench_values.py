@@ -15,6 +15,8 @@ import msgspec
 from paceline.errors import ParameterError
 
 if TYPE_CHECKING:
+    import typer
+
     from paceline.bench.arrivals import Arrivals, Closed
     from paceline.bench.course import Limits
     from paceline.bench.servers import Settings
@@ -26,7 +28,20 @@ _DEFAULT_SHARE = 0.95
 _LAST_LATIN_1 = 0xFF
 _MAX_WARMUP = 1_000_000
 _MAX_PRICE = 1e12  # an hour, or watts
-_FRAMING = ("host", "connection", "content-length", "transfer-encoding", "content-type")
+_FRAMING = ("host", "connection", "content-length", "transfer-encoding", "content-type",
+            "accept-encoding")  # fmt: skip
+_CHOSEN = ("--host", "--port", "--tls-cert", "--tls-key")  # of a server that the bench starts
+
+
+def check_command_alone(ctx: typer.Context) -> None:
+    """Refuse options of `paceline bench` before one of its commands, which has its own."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            raise ParameterError(
+                f"{parameter.opts[0]} has no effect on `bench {ctx.invoked_subcommand}`: write its "
+                "options after it"
+            )
 
 
 def check_names(names: Sequence[str], peers: Sequence[str]) -> None:
@@ -118,6 +133,12 @@ def server_settings(
         raise ParameterError(
             f"--serve-with is {serve_arguments!r}, which is no command line: {error}"
         ) from None
+    for argument in arguments:
+        if (name := argument.partition("=")[0]) in _CHOSEN:
+            raise ParameterError(
+                f"--serve-with has {name}, which the bench chooses: leave it out, or start the "
+                "server yourself and give --target URL"
+            )
     return Settings(
         model=find_model(model).resolve(),
         num_threads=resolve_num_threads(threads)[0],
@@ -191,7 +212,7 @@ def read_limits(
     if is_search and requests is not None:
         raise ParameterError("--find-rate takes the length of a stage from --duration")
     arrival = arrival or ""
-    if arrival.startswith("burst") and requests is None:
+    if arrival.startswith("burst") and requests is None and not is_search:
         raise ParameterError("--arrival burst needs --requests: how many come at once")
     if duration is None and requests is None and not arrival.startswith("replay"):
         duration = "30s"
@@ -254,7 +275,8 @@ def read_price(per_hour: float | None, watts: float | None) -> Price:
 
 
 def read_fields(body: str | None) -> dict[str, Any]:
-    """Return what goes into every request: greedy, unless the user says otherwise."""
+    """Return what goes into every request: greedy, unless the user says otherwise. None leaves a
+    field out."""
     fields: dict[str, Any] = {"temperature": 0}
     if body is not None:
         try:
@@ -267,7 +289,7 @@ def read_fields(body: str | None) -> dict[str, Any]:
         if not isinstance(given, dict):
             raise ParameterError("--body must be a JSON object, such as '{\"temperature\": 1}'")
         fields.update(given)
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 def read_share(text: str | None, *, find_rate: bool) -> float:

@@ -76,7 +76,7 @@ function about() {
   const config = result.config;
   const targets = Object.entries(config.targets).map(([key, url]) => `${key} = ${url} (${config.models[key]})`);
   const load = config.concurrency ? `closed loop, ${config.concurrency} users`
-    : config.rate || config.sweep || result.searches.length ? `open loop, ${config.arrival || "poisson"}` : "closed loop, 1 user";
+    : config.rate || config.sweep || config.arrival || result.searches.length ? `open loop, ${config.arrival || "poisson"}` : "closed loop, 1 user";
   document.getElementById("about").textContent = [
     ...targets, `workload ${config.workload}`, load, `seed ${config.seed}`,
     result.machine, `paceline ${result.paceline}`,
