@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -106,7 +106,16 @@ class Reports:
         steps = recorder.log.since(since_ns)
         calls = [call for call in books.calls if call.end_ns > since_ns]
         told = self._told(trace_pieces(steps, calls, about))
-        return _TimedStream(told, media_type="application/json")
+        return _TimedStream(told, self._reading())
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count a trace as being read while inside."""
+        self._num_traces += 1
+        try:
+            yield
+        finally:
+            self._num_traces -= 1
 
     async def _told(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield pieces of a trace. A full log takes tenths of a second: not on the streams' thread.
@@ -114,16 +123,12 @@ class Reports:
         One piece is made at a time, whoever asks, so that threads which work on traces do not
         outnumber those that wait for the interpreter with tokens.
         """
-        self._num_traces += 1
-        try:
-            while True:
-                async with self._making:
-                    piece = await asyncio.to_thread(next, pieces, b"")
-                if not piece:
-                    return
-                yield piece
-        finally:
-            self._num_traces -= 1
+        while True:
+            async with self._making:
+                piece = await asyncio.to_thread(next, pieces, b"")
+            if not piece:
+                return
+            yield piece
 
     async def metrics(self) -> Response:
         """Prometheus' text format, of all models."""
@@ -211,11 +216,21 @@ class Reports:
 
 
 class _TimedStream(StreamingResponse):
-    """A stream that a client has TRACE_TIMEOUT_S to read; its connection is closed after that."""
+    """JSON that a client has TRACE_TIMEOUT_S to read; its connection is closed after that.
+
+    It is `reading` until then, and what it has not read is let go: a generator that nobody asks
+    any more would wait for the garbage collection, and keep what it tells of.
+    """
+
+    def __init__(
+        self, told: AsyncGenerator[bytes, None], reading: AbstractContextManager[None]
+    ) -> None:
+        super().__init__(told, media_type="application/json")
+        self._told, self._reading = told, reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TRACE_TIMEOUT_S):
+        with self._reading, suppress(TimeoutError):
+            async with asyncio.timeout(TRACE_TIMEOUT_S), aclosing(self._told):
                 await super().__call__(scope, receive, send)
 
 
