@@ -1,4 +1,4 @@
-"""BoundedProtocol: connections that send nothing, or no end of headers, are closed."""
+"""BoundedProtocol: connections that send nothing, no end of headers, or too much are closed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import ClassVar
 from paceline.server.timekeeping import TimedProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 64  # requests that a connection sends before it has the answers
+
+
+class TooMuchError(Exception):
+    """A connection sent more than it may: it gets a 400, and is closed."""
 
 
 class BoundedProtocol(TimedProtocol):
     """Gives a request's head HEAD_TIMEOUT_S, from the connection's or its own first byte on.
 
     uvicorn bounds the time between requests only, and neither the time nor the length of a head: a
-    few hundred silent connections would use up the process's files.
+    few hundred silent connections would use up the process's files. Nor does it bound the requests
+    in one read, whose ten thousand heads would hold up the streams of others for 0.1 s.
     """
 
     HEAD_TIMEOUT_S: ClassVar[float] = 10.0
@@ -29,9 +35,26 @@ class BoundedProtocol(TimedProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise TooMuchError
         super().on_message_begin()
+        self._num_told_bytes = 0  # of the head, by what is in it
         if self._head_timer is None:
             self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        """A head that is read at once is bounded, too."""
+        self._num_told_bytes += num_bytes
+        if self._num_told_bytes > MAX_HEAD_BYTES:
+            raise TooMuchError
 
     def on_headers_complete(self) -> None:
         self._has_head()
