@@ -109,7 +109,7 @@ def deadline(
     Of two the earlier holds: a proxy may set the one, its client the other. Raises ApiError for a
     header that is no number of milliseconds.
     """
-    asked_ms = [ms for ms in (request.deadline_ms, _header_ms(header)) if ms is not None]
+    asked_ms = [ms for ms in (request.deadline_ms, header_ms(header)) if ms is not None]
     if not asked_ms:
         return None
     deadline_ms = min(asked_ms)
@@ -117,8 +117,8 @@ def deadline(
     return Deadline(deadline_ms, max(deadline_ms / 1e3 - spent_ns / 1e9, 0.0))
 
 
-def _header_ms(header: str | None) -> float | None:
-    """Return the milliseconds of an X-Request-Deadline-Ms."""
+def header_ms(header: str | None) -> float | None:
+    """Return the milliseconds of an X-Request-Deadline-Ms. Raises ApiError."""
     if header is None:
         return None
     try:
