@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_TRACES = 8  # at once: each keeps the steps that it has not told yet
 TRACE_TIMEOUT_S = 60.0  # for a client to read one
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 class Observer(Protocol):
@@ -162,7 +164,8 @@ class Reports:
         """The last minutes by the second, after second `after_s`, and the slowest calls."""
         _refuse_unknown(http, ("after_s", "by", "model"))
         if by not in RANKS:
-            raise ApiError(400, f"by is {by!r}: it must be one of {', '.join(RANKS)}", param="by")
+            known = ", ".join(RANKS)
+            raise ApiError(400, f"by is {by[:80]!r}: it must be one of {known}", param="by")
         after = _integer(after_s, param="after_s")
         books = self._find(model)
         limit = await self._read_bandwidth()
@@ -238,16 +241,18 @@ def _refuse_unknown(http: HttpRequest, known: tuple[str, ...]) -> None:
     for name in http.query_params:
         if name not in known:
             raise ApiError(
-                400, f"{http.url.path} has no parameter {name!r}: it has {', '.join(known)}",
+                400, f"{http.url.path} has no parameter {name[:80]!r}: it has {', '.join(known)}",
                 param=name,
             )  # fmt: skip
 
 
 def _integer(text: str, *, param: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ApiError(400, f"{param} is {text!r}: it must be an integer", param=param) from None
+    number = int(text) if _INTEGER.fullmatch(text) else 2**63
+    if not -(2**63) <= number < 2**63:
+        raise ApiError(
+            400, f"{param} is {text[:80]!r}: it must be an integer of 64 bits", param=param
+        )
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -257,6 +262,7 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0 < seconds < 1e9:
         raise ApiError(
-            400, f"last_s is {text!r}: it must be a number above 0 and below 1e9", param="last_s"
-        )
+            400, f"last_s is {text[:80]!r}: it must be a number above 0 and below 1e9",
+            param="last_s",
+        )  # fmt: skip
     return seconds
