@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -127,6 +128,33 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(client, embeddings, m
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "queue_full"
     assert int(response.headers["retry-after"]) >= 1
+
+
+def ask_within(client, deadline_ms):
+    headers = {"x-request-deadline-ms": deadline_ms}
+    return client.post("/v1/embeddings", json={"model": NAME, "input": "a"}, headers=headers)
+
+
+def test_a_deadline_is_kept(client, embeddings, monkeypatch):
+    assert ask_within(client, "60000").status_code == 200
+    queue = type(embeddings._queue)
+    with monkeypatch.context() as patch:
+        asked = []
+        patch.setattr(queue, "predict_s", lambda self: None)
+        patch.setattr(queue, "submit", lambda self, texts: asked.append(Future()) or asked[-1])
+        late = ask_within(client, "20")
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert asked[0].cancelled()  # so its texts are not computed
+    monkeypatch.setattr(queue, "predict_s", lambda self: 1.5)
+    refused = ask_within(client, "1000")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+    assert refused.json()["error"]["code"] == "deadline_unreachable"
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "1e99"])
+def test_a_header_that_is_no_deadline_is_refused(client, value):
+    refused = ask_within(client, value)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-deadline-ms")
 
 
 def test_a_model_that_writes_embeds_too(tmp_path):

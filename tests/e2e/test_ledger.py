@@ -326,8 +326,9 @@ def test_a_parameter_that_a_report_does_not_know_is_refused_by_name(server, path
     )  # fmt: skip
 
 
-def test_after_step_must_be_a_number(server):
-    response = server.client.get("/v1/requests/any/timeline", params={"after_step": "x"})
+@pytest.mark.parametrize("value", ["x", "", "1.0", "1_0", " 1", "٣", str(-(2**63) - 1), "9" * 5000])
+def test_after_step_must_be_a_number_of_64_bits(server, value):
+    response = server.client.get("/v1/requests/any/timeline", params={"after_step": value})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "after_step"
 

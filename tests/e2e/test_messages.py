@@ -165,6 +165,15 @@ def test_keys_and_wrong_routes_have_anthropics_errors(live):
     live.survive()
 
 
+@pytest.mark.parametrize(
+    "thinking", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}]
+)
+def test_thinking_of_a_model_that_does_not_reason_is_refused(live, thinking):
+    reply = live.post(MESSAGES, messages=HI, max_tokens=5, thinking=thinking)
+    told = "thinking is given, and this model does not reason: leave it out"
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, told)
+
+
 def test_a_prompt_beyond_the_context_is_refused(live):
     reply = live.post(MESSAGES, max_tokens=1, messages=[{"role": "user", "content": "a" * 20_000}])
     assert reply.status_code == 400

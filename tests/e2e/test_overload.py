@@ -119,6 +119,15 @@ def test_a_deadline_is_named_as_it_was_sent(busy):
     busy.drain()
 
 
+@pytest.mark.parametrize(("field_ms", "header_ms"), [(1, "60000"), (60_000, "1")])
+def test_of_two_deadlines_the_earlier_holds(busy, field_ms, header_ms):
+    forget_the_slow(busy)
+    late = ask(busy, prompt="0", temperature=0, max_tokens=16_000, deadline_ms=field_ms,
+               headers={"x-request-deadline-ms": header_ms})  # fmt: skip
+    assert "the deadline of 1 ms" in late.json()["error"]["message"]
+    busy.drain()
+
+
 def test_a_deadline_that_is_met_changes_nothing(busy):
     plain = ask(busy, prompt="a", temperature=0).json()
     timed = ask(busy, prompt="a", temperature=0, deadline_ms=60_000).json()
@@ -127,9 +136,10 @@ def test_a_deadline_that_is_met_changes_nothing(busy):
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "1e99"])
 def test_a_header_that_is_no_deadline_is_refused(busy, value):
-    response = ask(busy, prompt="a", headers={"x-request-deadline-ms": value})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "x-request-deadline-ms"
+    for field in ({}, {"deadline_ms": 60_000}):
+        response = ask(busy, prompt="a", headers={"x-request-deadline-ms": value}, **field)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "x-request-deadline-ms"
     assert ask(busy, prompt="a", deadline_ms=0).json()["error"]["param"] == "deadline_ms"
 
 

@@ -227,7 +227,8 @@ def test_the_running_calls_are_told_with_what_is_booked(long_script_path):
 
 
 @pytest.mark.parametrize(
-    ("query", "param"), [({"by": "luck"}, "by"), ({"after_s": "x"}, "after_s")]
+    ("query", "param"),
+    [({"by": "luck"}, "by"), ({"after_s": "x"}, "after_s"), ({"after_s": 2**63}, "after_s")],
 )
 def test_a_question_that_makes_no_sense_is_refused(server, query, param):
     response = server.client.get("/v1/paceline/live", params=query)

@@ -2,13 +2,12 @@
 
 import json
 
-import anthropic
-import openai
 import pytest
 
 from tests.e2e.live import LiveServer
 from tests.tiny import CONTROL, WORDS, TinyTokenizer, successor_model, write_gguf
 
+CLIENTS = "pip install '.[clients]' to test with the real package"
 HI = [{"role": "user", "content": "Hi"}]
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.reasoning_content }}|{{ m.content }}"
@@ -69,12 +68,14 @@ def live(request, whole_path, split_path):
 
 @pytest.fixture
 def client(live):
+    openai = pytest.importorskip("openai", reason=CLIENTS)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="none") as made:
         yield made
 
 
 @pytest.fixture
 def claude(live):
+    anthropic = pytest.importorskip("anthropic", reason=CLIENTS)
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{live.port}", api_key="none") as made:
         yield made
 

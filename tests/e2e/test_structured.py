@@ -123,6 +123,27 @@ def test_what_cannot_be_kept_to_is_a_400_and_harms_nobody(server, structure, say
     server.survive()
 
 
+MANY = {"type": "object", "properties": {f"p{i}": {} for i in range(2001)}}
+MANY_FORMAT = {"type": "json_schema", "name": "a", "schema": MANY}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": HI, "response_format": {"type": "json_schema",
+                "json_schema": {"name": "a", "schema": MANY}}}, "response_format"),
+        (CHAT, {"messages": HI, "structured_outputs": {"json": MANY}}, "structured_outputs"),
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": MANY}}, "structured_outputs"),
+        ("/v1/responses", {"input": "a", "text": {"format": MANY_FORMAT}}, "text.format"),
+    ],
+    ids=["format", "extra", "completions", "responses"],
+)  # fmt: skip
+def test_a_schema_that_is_too_large_is_named_in_the_words_of_its_api(server, path, body, param):
+    error = server.post(path, **body).json()["error"]
+    assert error["param"] == param
+    assert error["message"] == "the schema has 2001 properties: at most 2000 are allowed"
+
+
 def test_a_grammar_that_turns_out_too_complex_is_a_400_and_harms_nobody(server, caplog):
     caplog.set_level(logging.INFO)
     words = " | ".join(f'"w{number}"' for number in range(3000))

@@ -1,7 +1,9 @@
 """`import paceline` stays light, and its public names are exact."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +53,14 @@ def test_what_runs_one_prompt_brings_in_no_measuring():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="Engine"):
         getattr(paceline, "Engine")  # noqa: B009  (a plain attribute would be a useless statement)
+
+
+def test_all_tests_can_be_collected_without_the_packages_of_clients_and_oracles():
+    optional = {"openai", "anthropic", "litellm", "langchain_openai", "llm", "schemathesis",
+                "lm_eval", "guidellm", "torch", "transformers"}  # fmt: skip
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        for line in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in line.names] if isinstance(line, ast.Import) else []
+            if isinstance(line, ast.ImportFrom) and not line.level:
+                names = [line.module or ""]
+            assert optional.isdisjoint(name.split(".")[0] for name in names), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from paceline.measure.ledger import Part
 from paceline.server.body import read_body, request_id
 from paceline.server.calls import Call
 from paceline.server.errors import ApiError
+from paceline.server.params import header_ms
 from paceline.server.schema import parse
 from paceline.server.texts import split_texts
 from paceline.server.timekeeping import CALL
@@ -56,6 +58,8 @@ class Embeddings:
 
     async def embeddings(self, http: HttpRequest) -> Response:
         call: Call | None = http.scope.get("state", {}).get(CALL)
+        begin_s = time.monotonic() if call is None else call.begin_ns / 1e9
+        deadline_ms = header_ms(http.headers.get("x-request-deadline-ms"))
         body = await read_body(http)
         loop = asyncio.get_running_loop()
         request, texts = await loop.run_in_executor(self._threads, self._prepare, body, call)
@@ -68,8 +72,17 @@ class Embeddings:
                 f"are beyond its {self._max_waiting}; try again later",
                 code="queue_full", retry_after_s=self._queue.predict_s() or 1.0,
             )  # fmt: skip
+        left_s = None
+        if deadline_ms is not None:
+            left_s = max(begin_s + deadline_ms / 1e3 - time.monotonic(), 0.0)
+            self._check_deadline(deadline_ms, left_s)
         try:
-            vectors = await _attended(self._queue.submit(texts), http.receive)
+            vectors = await _attended(self._queue.submit(texts), http.receive, left_s)
+        except TimeoutError:
+            raise ApiError(
+                504, f"the deadline of {deadline_ms:g} ms has passed: give it more time, or send "
+                "fewer texts", code="deadline_exceeded",
+            ) from None  # fmt: skip
         except QueueClosedError as error:
             raise ApiError(503, str(error), code="shutting_down", retry_after_s=1) from None
         except PacelineError as error:  # the request was checked: what fails now is the server
@@ -92,6 +105,16 @@ class Embeddings:
         """Fail what waits, free the model's memory. Idempotent."""
         self._queue.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_deadline(self, deadline_ms: float, left_s: float) -> None:
+        """Raise ApiError 429 where what waits already takes longer."""
+        predicted_s = self._queue.predict_s()
+        if predicted_s is not None and predicted_s > left_s:
+            raise ApiError(
+                429, f"the deadline of {deadline_ms:g} ms cannot be met: what waits would take "
+                f"about {predicted_s * 1e3:.0f} ms; try again later",
+                code="deadline_unreachable", retry_after_s=predicted_s,
+            )  # fmt: skip
 
     def _prepare(self, body: bytes, call: Call | None) -> tuple[EmbeddingRequest, list[list[int]]]:
         """Return the request and the token ids of its texts. Raises ApiError or ParameterError."""
@@ -154,12 +177,19 @@ def _lap(call: Call | None, part: Part) -> None:
         call.lap(part)
 
 
-async def _attended(future: Future[F32], receive: Receive) -> F32:
-    """Return the future's result; a client that hangs up meanwhile cancels it. ApiError 499."""
+async def _attended(future: Future[F32], receive: Receive, left_s: float | None) -> F32:
+    """Return the future's result; a client that hangs up meanwhile cancels it. ApiError 499.
+
+    Raises TimeoutError where it takes more than `left_s`, which cancels it, too.
+    """
     result = asyncio.wrap_future(future)
     gone: asyncio.Future[Any] = asyncio.create_task(_disconnect(receive))
     try:
-        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(
+            {result, gone}, return_when=asyncio.FIRST_COMPLETED, timeout=left_s
+        )
+        if not ended:
+            raise TimeoutError
         if not result.done():
             raise ApiError(499, "the client left before its vectors were there")
         return result.result()

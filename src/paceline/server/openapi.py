@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from paceline.server.operations import Operation
 
 _REF = "#/components/schemas/{name}"
+_DEADLINE = "x-request-deadline-ms"
 _HEADERS: dict[str, dict[str, Any]] = {
     "x-request-id": {"type": "string", "maxLength": 128, "pattern": "^[ -~]*$"},
-    "x-request-deadline-ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
+    _DEADLINE: {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400_000},
     "x-paceline-timings": {"enum": ["true", "false"]},
 }
 
@@ -55,6 +56,8 @@ def openapi(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
         ]
         if operation.streams:
             told["parameters"] += [_parameter("header", *header) for header in _HEADERS.items()]
+        elif 504 in operation.statuses:
+            told["parameters"].append(_parameter("header", _DEADLINE, _HEADERS[_DEADLINE]))
         if operation.body is not None:
             told["requestBody"] = _content(schemas[operation.body], required=True)
         told["responses"] = _responses(path, operation, schemas, has_keys=has_keys)

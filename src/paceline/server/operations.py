@@ -142,6 +142,6 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("post", "/v1/embeddings"): Operation(
         summary="Vectors of texts", body=EmbeddingRequest, answer=shapes.EmbeddingAnswer,
-        statuses=_BODY,
+        statuses=_CALL,
     ),
 }  # fmt: skip

@@ -106,23 +106,31 @@ def deadline(
 ) -> Deadline | None:
     """Return the deadline of the answer, by field or by header; both count from its arrival.
 
-    Raises ApiError for a header that is no number of milliseconds.
+    Of two the earlier holds: a proxy may set the one, its client the other. Raises ApiError for a
+    header that is no number of milliseconds.
     """
-    deadline_ms = request.deadline_ms
-    if deadline_ms is None and header is not None:
-        try:
-            deadline_ms = float(header)
-        except ValueError:
-            deadline_ms = 0.0
-        if not 0 < deadline_ms <= 86_400_000:
-            raise ApiError(
-                400, f"x-request-deadline-ms is {header[:80]!r}: send milliseconds, up to a day",
-                param="x-request-deadline-ms",
-            )  # fmt: skip
-    if deadline_ms is None:
+    asked_ms = [ms for ms in (request.deadline_ms, header_ms(header)) if ms is not None]
+    if not asked_ms:
         return None
+    deadline_ms = min(asked_ms)
     spent_ns = call.mark_ns - call.begin_ns
     return Deadline(deadline_ms, max(deadline_ms / 1e3 - spent_ns / 1e9, 0.0))
+
+
+def header_ms(header: str | None) -> float | None:
+    """Return the milliseconds of an X-Request-Deadline-Ms. Raises ApiError."""
+    if header is None:
+        return None
+    try:
+        deadline_ms = float(header)
+    except ValueError:
+        deadline_ms = 0.0
+    if not 0 < deadline_ms <= 86_400_000:
+        raise ApiError(
+            400, f"x-request-deadline-ms is {header[:80]!r}: send milliseconds, up to a day",
+            param="x-request-deadline-ms",
+        )  # fmt: skip
+    return deadline_ms
 
 
 def check_stream_options(request: ChatRequest | CompletionRequest) -> None:

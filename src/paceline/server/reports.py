@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_TRACES = 8  # at once: each keeps the steps that it has not told yet
 TRACE_TIMEOUT_S = 60.0  # for a client to read one
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 class Observer(Protocol):
@@ -106,7 +108,16 @@ class Reports:
         steps = recorder.log.since(since_ns)
         calls = [call for call in books.calls if call.end_ns > since_ns]
         told = self._told(trace_pieces(steps, calls, about))
-        return _TimedStream(told, media_type="application/json")
+        return _TimedStream(told, self._reading())
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Count a trace as being read while inside."""
+        self._num_traces += 1
+        try:
+            yield
+        finally:
+            self._num_traces -= 1
 
     async def _told(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield pieces of a trace. A full log takes tenths of a second: not on the streams' thread.
@@ -114,16 +125,12 @@ class Reports:
         One piece is made at a time, whoever asks, so that threads which work on traces do not
         outnumber those that wait for the interpreter with tokens.
         """
-        self._num_traces += 1
-        try:
-            while True:
-                async with self._making:
-                    piece = await asyncio.to_thread(next, pieces, b"")
-                if not piece:
-                    return
-                yield piece
-        finally:
-            self._num_traces -= 1
+        while True:
+            async with self._making:
+                piece = await asyncio.to_thread(next, pieces, b"")
+            if not piece:
+                return
+            yield piece
 
     async def metrics(self) -> Response:
         """Prometheus' text format, of all models."""
@@ -157,7 +164,8 @@ class Reports:
         """The last minutes by the second, after second `after_s`, and the slowest calls."""
         _refuse_unknown(http, ("after_s", "by", "model"))
         if by not in RANKS:
-            raise ApiError(400, f"by is {by!r}: it must be one of {', '.join(RANKS)}", param="by")
+            known = ", ".join(RANKS)
+            raise ApiError(400, f"by is {by[:80]!r}: it must be one of {known}", param="by")
         after = _integer(after_s, param="after_s")
         books = self._find(model)
         limit = await self._read_bandwidth()
@@ -211,11 +219,21 @@ class Reports:
 
 
 class _TimedStream(StreamingResponse):
-    """A stream that a client has TRACE_TIMEOUT_S to read; its connection is closed after that."""
+    """JSON that a client has TRACE_TIMEOUT_S to read; its connection is closed after that.
+
+    It is `reading` until then, and what it has not read is let go: a generator that nobody asks
+    any more would wait for the garbage collection, and keep what it tells of.
+    """
+
+    def __init__(
+        self, told: AsyncGenerator[bytes, None], reading: AbstractContextManager[None]
+    ) -> None:
+        super().__init__(told, media_type="application/json")
+        self._told, self._reading = told, reading
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TRACE_TIMEOUT_S):
+        with self._reading, suppress(TimeoutError):
+            async with asyncio.timeout(TRACE_TIMEOUT_S), aclosing(self._told):
                 await super().__call__(scope, receive, send)
 
 
@@ -223,16 +241,18 @@ def _refuse_unknown(http: HttpRequest, known: tuple[str, ...]) -> None:
     for name in http.query_params:
         if name not in known:
             raise ApiError(
-                400, f"{http.url.path} has no parameter {name!r}: it has {', '.join(known)}",
+                400, f"{http.url.path} has no parameter {name[:80]!r}: it has {', '.join(known)}",
                 param=name,
             )  # fmt: skip
 
 
 def _integer(text: str, *, param: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ApiError(400, f"{param} is {text!r}: it must be an integer", param=param) from None
+    number = int(text) if _INTEGER.fullmatch(text) else 2**63
+    if not -(2**63) <= number < 2**63:
+        raise ApiError(
+            400, f"{param} is {text[:80]!r}: it must be an integer of 64 bits", param=param
+        )
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -242,6 +262,7 @@ def _seconds(text: str) -> float:
         seconds = 0.0
     if not 0 < seconds < 1e9:
         raise ApiError(
-            400, f"last_s is {text!r}: it must be a number above 0 and below 1e9", param="last_s"
-        )
+            400, f"last_s is {text[:80]!r}: it must be a number above 0 and below 1e9",
+            param="last_s",
+        )  # fmt: skip
     return seconds

@@ -260,4 +260,5 @@ def _bounded(source: str, name: str) -> str:
 
 
 def _refusal(name: str, problem: str) -> ParameterError:
-    return ParameterError(f"structured.{name} {problem}", param="structured")
+    told = name.removeprefix("json_")  # "schema", whatever field it came from
+    return ParameterError(f"the {told} {problem}", param="structured")

@@ -39,7 +39,8 @@ _FIELDS = (
     (r"^response_format\b", "output_config.format"),
     (r"\.function\.parameters$", ".input_schema"),
     (r"^thinking_token_budget\b", "thinking.budget_tokens"),
-    (r"^chat_template_kwargs\.enable_thinking( is (true|false))?", "thinking"),
+    (r"^chat_template_kwargs\.enable_thinking is (true|false)", "thinking is given"),
+    (r"^chat_template_kwargs\.enable_thinking\b", "thinking"),
     (r"\.reasoning_content\b", ".content.thinking"),
 )
 _BETWEEN_TURNS = "\n\n"  # where two turns of one side follow each other they become one

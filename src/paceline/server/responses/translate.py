@@ -94,6 +94,7 @@ def read_response(
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     earlier = _earlier(request.previous_response_id, store, tenant)
     items = _items(request.input)
+    _refuse_twins(earlier, items)
     conversation = _Conversation()
     if request.instructions:
         conversation.add("system", request.instructions, "instructions")
@@ -181,6 +182,18 @@ def _items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 fields["output"] = _parts(item.output, "user", f"{path}.output")
         items.append(fields)
     return items
+
+
+def _refuse_twins(earlier: Iterable[dict[str, Any]], items: Iterable[dict[str, Any]]) -> None:
+    """Raise ApiError for an id that two items have: a list of them could not go on after it."""
+    known = {item["id"] for item in earlier}
+    for i, item in enumerate(items):
+        if item["id"] in known:
+            raise ApiError(
+                400, f"input[{i}].id is {item['id'][:80]!r}: an item before it has that id, leave "
+                "one of them or its id out", param=f"input[{i}].id",
+            )  # fmt: skip
+        known.add(item["id"])
 
 
 def _parts(content: str | list[dict[str, Any]], role: str, path: str) -> list[dict[str, Any]]:
