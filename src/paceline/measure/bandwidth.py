@@ -13,7 +13,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_bandwidth(num_threads: int) -> float:
-    """Return the bytes a second that `num_threads` threads can read from memory (takes about 0.2 s)."""
+    """Return the bytes a second that `num_threads` threads read from memory (takes about 0.2 s)."""
     from paceline import _native
 
     return float(_native.read_bandwidth(_BUFFER_BYTES, num_threads, _SECONDS))
