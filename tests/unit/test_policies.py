@@ -82,6 +82,16 @@ def test_slo_with_steps_of_one_size_errs_on_the_safe_side() -> None:
     assert 0 < policy.num_fitting() <= 80
 
 
+def test_slo_does_not_take_the_noise_of_small_steps_for_the_cost_of_a_token() -> None:
+    policy = SLO(Options(step_ms=60, floor=4))
+    for _ in range(40):
+        policy.observe(3, 25e-3)
+        policy.observe(4, 25.1e-3)  # by this, 352 tokens would fit
+    assert policy.num_fitting() == 8
+    policy.observe(8, 34e-3)  # what a token costs is known now
+    assert 8 < policy.num_fitting() <= 16
+
+
 class Times:
     """A sink that notes when each token came."""
 

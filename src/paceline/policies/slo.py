@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.engine.sequence import Sequence
 
 _FORGET = 0.95  # weight of a step's measurement one step later
+_GROWTH = 2  # a step is at most so many times as large as the largest of late
 _MIN_STEPS = 4  # measured steps before the fit is believed
 
 
@@ -37,7 +38,9 @@ class SLO:
 
     A step is taken to cost `base + per_token * num_tokens` seconds. Both are fitted by least
     squares over the measured steps with weights that fade, so the fit follows growing contexts.
-    Before there is data, prefill next to decodes gets the floor.
+    Where all steps of late are small their noise decides `per_token`, so a prompt begins with
+    twice the tokens of the largest of them, and then with twice that. Before there is data, prefill
+    next to decodes gets the floor.
     """
 
     def __init__(self, options: Options) -> None:
@@ -45,6 +48,7 @@ class SLO:
         self._step_s = options.step_ms / 1e3
         self._floor = int(options.floor)
         self._num_steps = 0
+        self._reach = 0.0  # tokens of the largest step of late: it fades as the sums do
         self._w = self._x = self._y = self._xx = self._xy = 0.0  # faded sums: 1, tokens, seconds …
 
     def order(self, waiting: Seq[Sequence], running: Seq[Sequence], now_ns: int) -> list[Sequence]:
@@ -59,6 +63,7 @@ class SLO:
     def observe(self, num_tokens: int, forward_s: float) -> None:
         self._num_steps += 1
         x, y = float(num_tokens), forward_s
+        self._reach = max(x, self._reach * _FORGET)
         self._w = self._w * _FORGET + 1
         self._x = self._x * _FORGET + x
         self._y = self._y * _FORGET + y
@@ -75,7 +80,8 @@ class SLO:
         if slope <= 0:  # steps of one size only: charge all of it to the tokens, which errs low
             slope = mean_y / mean_x
         base = max(mean_y - slope * mean_x, 0.0)
-        return max(int((self._step_s - base) / slope), 0) if slope > 0 else 0
+        fitting = (self._step_s - base) / slope if slope > 0 else 0.0
+        return max(int(min(fitting, _GROWTH * self._reach)), 0)
 
 
 def create(options: Mapping[str, str]) -> SLO:
