@@ -118,7 +118,7 @@ def test_parse_gives_an_object_of_the_callers_class(client):
 
 
 def test_errors_are_the_clients_own(client, url):
-    with pytest.raises(anthropic.BadRequestError, match="thinking, and this model does") as refused:
+    with pytest.raises(anthropic.BadRequestError, match="this model does not reason") as refused:
         client.messages.create(**ASK, thinking={"type": "enabled", "budget_tokens": 1024})
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):
