@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from paceline.bench.servers import Settings, running
+from paceline.bench.servers import ServerStartError, Settings, running
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -26,3 +26,14 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path):
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_who_waits_is_told_which_server_starts(tmp_path):
+    settings = Settings(model=tmp_path / "none.gguf", num_threads=1)
+    told = []
+    with (
+        pytest.raises(ServerStartError, match="paceline did not start"),
+        running(["paceline", "llama.cpp"], settings, on_start=told.append),
+    ):
+        pass
+    assert told == ["paceline"]

@@ -14,7 +14,7 @@ from paceline.bench.units import format_ms
 
 
 @contextmanager
-def offline_status() -> Iterator[Callable[[str], None]]:
+def show_status() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows what runs now, on stderr, where that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:

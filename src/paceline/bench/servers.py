@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,9 @@ class Settings:
 
 
 @contextlib.contextmanager
-def running(names: Sequence[str], settings: Settings) -> Iterator[list[tuple[str, str]]]:
+def running(
+    names: Sequence[str], settings: Settings, *, on_start: Callable[[str], None] = lambda name: None
+) -> Iterator[list[tuple[str, str]]]:
     """Yield (name, URL) of servers that are up; "paceline" is our own. They end with the block."""
     with contextlib.ExitStack() as stack:
         # Told to end, or left by its terminal, this process must still end its servers.
@@ -61,7 +63,11 @@ def running(names: Sequence[str], settings: Settings) -> Iterator[list[tuple[str
         (folder / "lib").mkdir()
         # A peer's Python sees our package and nothing else that is installed beside it.
         (folder / "lib" / "paceline").symlink_to(Path(paceline.__file__).parent)
-        yield [stack.enter_context(_server(name, settings, folder)) for name in names]
+        servers = []
+        for name in names:
+            on_start(name)
+            servers.append(stack.enter_context(_server(name, settings, folder)))
+        yield servers
 
 
 @contextlib.contextmanager

@@ -270,6 +270,7 @@ def bench(
     if ctx.invoked_subcommand is not None:
         check_command_alone(ctx)
         return
+    from paceline.bench.engine_terminal import show_status
     from paceline.bench.objective import check_classes, parse_objectives
     from paceline.bench.program import Program
     from paceline.bench.prose import token_counter
@@ -337,7 +338,9 @@ def bench(
             settings = server_settings(
                 serve or peer_model, serve_arguments, peer_python or (), threads, slots, context
             )
-            urls += stack.enter_context(running(started, settings))
+            with show_status() as say:
+                servers = running(started, settings, on_start=lambda name: say(f"starting {name}"))
+                urls += stack.enter_context(servers)
         _run_and_report(program, as_json=as_json, log=log, html=html)
 
 

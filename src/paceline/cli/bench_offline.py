@@ -50,7 +50,7 @@ def offline(
 
     - `paceline bench offline smollm2-135m --batch 1,2,4,8 --input 128,1024 --rounds 5 --json`
     """
-    from paceline.bench.engine_terminal import offline_status, print_offline
+    from paceline.bench.engine_terminal import print_offline, show_status
     from paceline.bench.offline import grid, measure
     from paceline.cli.loading import load
 
@@ -59,7 +59,7 @@ def offline(
     loaded = load(model, with_room(config, max(batches), is_fixed=is_given(ctx, "max_num_seqs")))
     check_fits(max(inputs), output_tokens, loaded.config.max_model_len)
     cells = list(grid(batches, inputs, output_tokens))
-    with offline_status() as say:
+    with show_status() as say:
         rows, is_interrupted = measure(
             loaded,
             cells,

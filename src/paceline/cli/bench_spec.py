@@ -56,7 +56,7 @@ def spec(
 
     - `paceline bench spec qwen2.5-coder-1.5b --speculate off --workloads prose --batch 8`
     """
-    from paceline.bench.engine_terminal import offline_status, print_spec
+    from paceline.bench.engine_terminal import print_spec, show_status
     from paceline.bench.spec import measure
     from paceline.bench.spec_prompts import PROMPTS
     from paceline.cli.loading import load
@@ -72,7 +72,7 @@ def spec(
     if not is_given(ctx, "speculate"):
         config = replace(config, speculate="ngram")
     loaded = load(model, config)
-    with offline_status() as say:
+    with show_status() as say:
         # Before anything is in the KV cache: measuring overwrites it.
         table = find_step_table(
             loaded, on_shape=lambda name, done, total: say(f"{done + 1} of {total}: {name}")

@@ -17,7 +17,7 @@ const PARTS = {
   engine: ["engine overhead", SMALL, "the engine’s own bookkeeping"],
   prefill: ["its own prompt", PROMPT, "computing its own prompt"],
   prefill_others: ["others, during its prompt", OTHERS, "others’ tokens in the steps of its prompt"],
-  recompute: ["computing again", LOSS, "computing again what a preemption threw away"],
+  recompute: ["computing again", LOSS, "computing again what was given up for memory, or for want of a seat"],
   decode: ["its own new tokens", OWN, "computing its own new tokens"],
   decode_others: ["others, during its tokens", OTHERS, "others’ tokens in the steps of its answer"],
   draft: ["drafting", SMALL, "guessing tokens ahead"],
