@@ -1,12 +1,13 @@
 // Paged attention, one item at a time: some rows of one sequence under one KV head, with all its query heads.
-// Over floats here and in attend_tile.h, over int8 codes in attend_codes.h; nibbles become those in attend_nibbles.h.
+// Over floats here and in attend_tile.h, over pairs of bfloat16 in attend_pairs.h, over int8 codes in attend_codes.h;
+// nibbles become those in attend_nibbles.h.
 //
 // A score is one chain of fused multiply-adds along the head, an output column adds p_j * v_j key by key in logical
 // order, and the softmax goes over tiles of 64 logical keys and segments of 512 counted from the sequence's first. So a
 // row's bits do not depend on the lane of a key, on the rows beside it, on the thread that took a segment, or on
 // whether it is a tree node (law 1).
 #include "attend_nibbles.h"
-#include "attend_tile.h"
+#include "attend_pairs.h"
 #include "hadamard.h"
 
 namespace paceline::PL_ISA {
@@ -121,13 +122,22 @@ template <class E>
 void prepare_queries(const Item&, const Tile<E>&) {}
 
 // The item's rows over a tile of `keys` keys from `first` on.
-template <class E>
-void attend_keys(const Item& it, const Tile<E>& tile, int keys, int first) {
+template <class Unpacked, class Tile>
+void attend_unpacked(const Item& it, const Tile& tile, int keys, int first) {
   if (it.num_rows <= kDirectRows) return attend_rows(it, tile, first);
-  Tile<float> unpacked;
+  Unpacked unpacked;
   unpack_tile(it, tile, keys, unpacked);
   attend_rows(it, unpacked, first);
 }
+template <class E>
+void attend_keys(const Item& it, const Tile<E>& tile, int keys, int first) {
+  attend_unpacked<Tile<float>>(it, tile, keys, first);
+}
+#if defined(PL_ISA_avx512bf16)
+void attend_keys(const Item& it, const BF16Tile& tile, int keys, int first) {
+  attend_unpacked<PairTile<Pair>>(it, tile, keys, first);
+}
+#endif
 void attend_keys(const Item& it, const CodeTile& tile, int, int first) { attend_rows(it, tile, first); }
 void attend_keys(const Item& it, const NibbleTile& tile, int keys, int first) {
   CodeTile codes;
@@ -307,7 +317,7 @@ void attend(const Op& op, const Step& step, Work& work) {
       case KVFormat::int4: attend_item<NibbleTile>(it); break;
       case KVFormat::fp8: attend_item<Tile<FP8>>(it); break;
       case KVFormat::f16: attend_item<Tile<F16>>(it); break;
-      case KVFormat::bf16: attend_item<Tile<BF16>>(it); break;
+      case KVFormat::bf16: attend_item<BF16Tile>(it); break;
       default: attend_item<Tile<F32>>(it);
     }
   }

@@ -21,7 +21,7 @@ struct Scratch {
   float *q, *out, *total;     // [rows][dim_padded]; out: of this segment, total: of those before
   float* p;                   // [rows][kTile] scores, then probabilities
   float* raw;                 // [2 * kTile] a row's scores of a tree's tail in physical order
-  int16_t* codes;             // [rows][dim_padded] q over q_scale, where the cache has codes
+  int16_t* codes;             // [rows][dim_padded] q over q_scale for codes, q rounded for pairs of bfloat16
   float* q_scale;             // [rows]
   float *k, *v;               // unpacked tile: [head_dim][kTile], [kTile][dim_padded]
   Softmax *running, *totals;  // of out and of total

@@ -279,7 +279,7 @@ def test_a_round_trip_through_a_tier_gives_the_same_bits(folder, tmp_path, spec)
 
 def test_another_format_of_the_same_model_restores_nothing(folder, tmp_path):
     job = Job(tuple(range(70)), GREEDY)
-    for kv_dtype in ("f32", "f16", "int8", "fp8", "k8v4", "int4"):
+    for kv_dtype in ("f32", "f16", "bf16", "int8", "fp8", "k8v4", "int4"):
         engine = load_model(
             str(model_path(folder, "q8_0")),
             EngineConfig(kv_dtype=kv_dtype, kv_tier=f"disk:path={tmp_path},size=64M",

@@ -35,6 +35,8 @@ def load(
     kv_dtype: str = "int8",
     key_bias: KeyBias | None = None,
     softcap: float = 0.0,
+    window: int = 0,
+    max_len: int = 128,
 ) -> Runner:
     """Attention alone: token i has rows i of the tables q, k and v, [N, heads * dim].
 
@@ -46,12 +48,12 @@ def load(
         q, k = plan.rope(q, heads, key_bias.rope), plan.rope(k, kv_heads, key_bias.rope)
     x = plan.attention(
         q, k, v, layer=0, heads=heads, kv_heads=kv_heads, scale=(q.cols // heads) ** -0.5,
-        softcap=softcap, key_bias=key_bias,
+        softcap=softcap, key_bias=key_bias, window=window,
     )  # fmt: skip
     plan.output("logits", plan.select(x))
     weights = {name: f32_tensor(table) for name, table in tables.items()}
     return Runner.load(
-        backend, plan, weights, block_size=BLOCK, kv_dtype=kv_dtype, max_len=128, num_seqs=2
+        backend, plan, weights, block_size=BLOCK, kv_dtype=kv_dtype, max_len=max_len, num_seqs=2
     )
 
 

@@ -16,7 +16,7 @@ SHAPES = {
 LENGTHS = (150, 67, 5, 1)
 
 
-FORMATS = (("f32", "f16"), ("q8_0", "f16"), ("f32", "int8"), ("f32", "fp8"),
+FORMATS = (("f32", "f16"), ("q8_0", "f16"), ("f32", "bf16"), ("f32", "int8"), ("f32", "fp8"),
            ("f32", "k8v4"), ("f32", "int4"))  # fmt: skip
 MODELS = [(name, *formats) for name in SHAPES for formats in FORMATS]
 
@@ -128,9 +128,10 @@ LONG = 1300  # three segments of attention
     scope="module",
     params=[
         ((0, 0), "f16"),
-        *(((600, 0), dtype) for dtype in ("f16", "int8", "fp8", "k8v4", "int4")),
+        ((0, 0), "bf16"),
+        *(((600, 0), dtype) for dtype in ("f16", "bf16", "int8", "fp8", "k8v4", "int4")),
     ],
-    ids=["full", "window", *(f"window, {dtype}" for dtype in ("int8", "fp8", "k8v4", "int4"))],
+    ids=lambda param: f"{'window' if any(param[0]) else 'full'}, {param[1]}",
 )
 def long_model(request):
     windows, kv_dtype = request.param
