@@ -379,15 +379,8 @@ class Engine:
         recorder.committed(end_ns)
         self._num_steps += 1
         self._scheduler.observe(schedule.num_tokens, (forward_ns - built_ns) / 1e9)
-        self.last_step = StepStats(
-            num_tokens=schedule.num_tokens,
-            num_seqs=len(schedule.chunks),
-            num_prefill_tokens=schedule.num_prefill_tokens,
-            schedule_s=(scheduled_ns - schedule.start_ns) / 1e9,
-            build_s=(built_ns - scheduled_ns) / 1e9,
-            forward_s=(forward_ns - built_ns) / 1e9,
-            sample_s=(sampled_ns - forward_ns) / 1e9,
-            commit_s=(end_ns - sampled_ns) / 1e9,
+        self.last_step = StepStats.of(
+            schedule, scheduled_ns, built_ns, forward_ns, sampled_ns, end_ns
         )
 
     def _remove(self, seq: Sequence) -> None:

@@ -1,24 +1,23 @@
 """PrefixCache: which KV blocks hold the beginning of a sequence already.
 
-A block of 16 tokens is known by a hash of its tokens and of the block before it, so equal hashes
-mean equal tokens from the sequence's start. Worked example, blocks of 4: after "abcdefgh" has run,
-"abcdefxy" takes block "abcd" as it is and copies the rows "ef" out of the block "efgh".
+A block is known by a hash of its tokens and of the block before it (chains.py). Worked example,
+blocks of 4: after "abcdefgh" has run, "abcdefxy" takes block "abcd" as it is and copies the rows
+"ef" out of the block "efgh".
 """
 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Seq
-from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from paceline.config import EngineConfig
 from paceline.engine.block_pool import BlockPool, EngineIntegrityError
+from paceline.engine.chains import TOKEN_BYTES, Chain, digest, pack
 from paceline.engine.pins import Pins
 
 if TYPE_CHECKING:
@@ -30,29 +29,7 @@ if TYPE_CHECKING:
 # costs a step of its own, which reads all weights: about as long as some ten tokens take.
 MIN_COMING = 2
 _MAX_SIBLINGS = 16  # blocks with one parent and one first token that are tried
-_TOKEN_BYTES = 4
 _FLUSH_S = 3.0  # for the tier to take what is cached when the engine stops
-
-
-class Chain(Struct, eq=False):
-    """What the cache knows of one sequence. `hashes` and `packed` are of its first full blocks."""
-
-    root: bytes
-    hashes: list[bytes] = field(default_factory=list)
-    packed: list[bytes] = field(default_factory=list)  # token ids, four bytes each
-    num_published: int = 0  # blocks of the table that the cache knows
-    num_promised: int = 0  # blocks up to which the others may wait for this sequence
-    num_seen: int = -1  # tokens computed when the last step was planned
-    lookup_ns: int = 0  # in all, of the look-ups that led to an admission
-    waits_since_ns: int = 0  # for a sequence ahead with the same prefix; 0: does not wait
-    ended_waits_ns: int = 0
-
-    def waited_until(self, now_ns: int) -> int:
-        """Return how long the sequence has waited for others' prefixes in all."""
-        return self.ended_waits_ns + (now_ns - self.waits_since_ns if self.waits_since_ns else 0)
-
-    def parent(self, block_idx: int) -> bytes:
-        return self.hashes[block_idx - 1] if block_idx else self.root
 
 
 class Match(Struct, frozen=True):
@@ -103,7 +80,7 @@ class PrefixCache:
         self._pool = pool
         self._tier = tier
         self._block_size = block_size
-        self._identity = blake2b(identity.encode(), digest_size=32).digest()
+        self._identity = digest(identity.encode())
         self._clock = clock
         self._entries: dict[int, _Entry] = {}
         self._by_hash: dict[bytes, int] = {}
@@ -155,7 +132,7 @@ class PrefixCache:
         chain.ended_waits_ns = chain.waited_until(now_ns)
         chain.waits_since_ns = 0
         num_tokens = num_blocks * size
-        rest = _pack(seq.token_ids[num_tokens : min(num_tokens + size, limit)])
+        rest = pack(seq.token_ids[num_tokens : min(num_tokens + size, limit)])
         source, num_rows = self._closest(chain.parent(num_blocks), rest)
         lookup_ns = self._clock() - begin_ns
         return Match(blocks, num_tokens + num_rows, num_stored, source, lookup_ns=lookup_ns)
@@ -192,10 +169,7 @@ class PrefixCache:
 
     def forked(self, parent: Sequence, child: Sequence) -> None:
         """`child` shares the table of `parent`, which has computed exactly its prompt."""
-        chain = self._chain(parent)
-        child.chain = Chain(
-            chain.root, list(chain.hashes), list(chain.packed), num_published=chain.num_published
-        )
+        child.chain = self._chain(parent).fork()
 
     def publish(self, seq: Sequence) -> None:
         """Enter the full blocks that `seq` has computed; of two equal blocks it keeps the first."""
@@ -232,7 +206,7 @@ class PrefixCache:
         if not num_rows or self._pool.is_shared(seq.block_table[idx]):
             return
         parent = self._chain(seq).parent(idx)
-        packed = _pack(seq.token_ids[seq.num_computed - num_rows : seq.num_computed])
+        packed = pack(seq.token_ids[seq.num_computed - num_rows : seq.num_computed])
         if self._closest(parent, packed)[1] < num_rows:
             self._enter(seq.block_table[idx], _Entry(parent, packed, None))
 
@@ -247,7 +221,7 @@ class PrefixCache:
         chain, num_blocks = self._new_chain(cache_salt), len(token_ids) // size
         num_known = 0
         while num_known < num_blocks:
-            if self._by_hash.get(self._lengthen(chain, token_ids, num_known)) not in held:
+            if self._by_hash.get(chain.hash(token_ids, num_known)) not in held:
                 break
             num_known += 1
         return len(held) * size, (num_blocks - num_known) * size
@@ -261,20 +235,11 @@ class PrefixCache:
 
     def _new_chain(self, cache_salt: str) -> Chain:
         salt = cache_salt.encode(errors="surrogatepass")
-        return Chain(blake2b(self._identity + salt, digest_size=32).digest())
+        return Chain(digest(self._identity + salt), self._block_size)
 
     def _hash(self, seq: Sequence, block_idx: int) -> bytes:
         """Return the hash of a full block of `seq`, and of all before it."""
-        return self._lengthen(self._chain(seq), seq.token_ids, block_idx)
-
-    def _lengthen(self, chain: Chain, token_ids: Seq[int], block_idx: int) -> bytes:
-        size = self._block_size
-        while len(chain.hashes) <= block_idx:
-            i = len(chain.hashes)
-            packed = _pack(token_ids[i * size : (i + 1) * size])
-            chain.hashes.append(blake2b(chain.parent(i) + packed, digest_size=32).digest())
-            chain.packed.append(packed)
-        return chain.hashes[block_idx]
+        return self._chain(seq).hash(seq.token_ids, block_idx)
 
     def _is_coming(self, seq: Sequence, num_known: int) -> bool:
         """Say whether the next MIN_COMING blocks of `seq` are about to be computed."""
@@ -293,7 +258,7 @@ class PrefixCache:
         The latest that were entered or found are tried first.
         """
         best, best_rows = None, 0
-        siblings = self._children.get((parent, packed[:_TOKEN_BYTES]), {})
+        siblings = self._children.get((parent, packed[:TOKEN_BYTES]), {})
         for block in islice(reversed(siblings), _MAX_SIBLINGS):
             num_rows = _num_equal(self._entries[block].packed, packed)
             if num_rows > best_rows:
@@ -308,7 +273,7 @@ class PrefixCache:
         self._entries[block] = entry
         if entry.hash is not None:
             self._by_hash[entry.hash] = block
-        key = (entry.parent, entry.packed[:_TOKEN_BYTES])
+        key = (entry.parent, entry.packed[:TOKEN_BYTES])
         self._children.setdefault(key, {})[block] = None
         self._pool.keep(block)
 
@@ -318,7 +283,7 @@ class PrefixCache:
             del self._by_hash[entry.hash]
             if self._tier is not None:
                 self._tier.store(block, entry.hash, entry.packed)
-        key = (entry.parent, entry.packed[:_TOKEN_BYTES])
+        key = (entry.parent, entry.packed[:TOKEN_BYTES])
         siblings = self._children[key]
         del siblings[block]
         if not siblings:
@@ -393,13 +358,7 @@ def open_cache(
     )
 
 
-def _pack(token_ids: Seq[int]) -> bytes:
-    return array("i", token_ids).tobytes()
-
-
 def _num_equal(a: bytes, b: bytes) -> int:
     """Return how many leading tokens are equal."""
     pairs = zip(memoryview(a).cast("i"), memoryview(b).cast("i"), strict=False)
-    return next(
-        (i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // _TOKEN_BYTES
-    )
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES)

@@ -12,8 +12,8 @@ from paceline.engine.sampler import SamplerState
 from paceline.types import FinishReason, Request, Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
+    from paceline.engine.chains import Chain
     from paceline.engine.masks import GrammarState
-    from paceline.engine.prefix_cache import Chain
     from paceline.engine.speculation.base import Draft
     from paceline.measure.ledger import Ledger
 

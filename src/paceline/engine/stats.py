@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
+    from paceline.engine.scheduler import Schedule
     from paceline.engine.speculation.stats import SpecStats
 
 
@@ -65,3 +66,20 @@ class StepStats(Struct, frozen=True, kw_only=True):
     forward_s: float = 0.0
     sample_s: float = 0.0
     commit_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, scheduled_ns: int, built_ns: int, forward_ns: int,
+        sampled_ns: int, end_ns: int,
+    ) -> StepStats:  # fmt: skip
+        """Return those of a step, given when each of its parts ended."""
+        return cls(
+            num_tokens=schedule.num_tokens,
+            num_seqs=len(schedule.chunks),
+            num_prefill_tokens=schedule.num_prefill_tokens,
+            schedule_s=(scheduled_ns - schedule.start_ns) / 1e9,
+            build_s=(built_ns - scheduled_ns) / 1e9,
+            forward_s=(forward_ns - built_ns) / 1e9,
+            sample_s=(sampled_ns - forward_ns) / 1e9,
+            commit_s=(end_ns - sampled_ns) / 1e9,
+        )
