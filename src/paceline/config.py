@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from paceline import _native
 from paceline.errors import ParameterError
 
 KVDtype = Literal["f16", "bf16", "f32", "int8", "fp8", "k8v4", "int4"]
@@ -15,6 +17,12 @@ ACTIVATIONS: tuple[Activations, ...] = ("q8", "f32")
 MAX_STEP = 2**20  # tokens and sequences of one step
 
 
+def usual_kv_dtype() -> KVDtype:
+    """Return bf16 where the CPU multiplies it, so that attention takes two products at once."""
+    isa = os.environ.get("PACELINE_ISA") or _native.isas()[0]
+    return "bf16" if isa == "avx512bf16" else "f16"
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Options of one engine. None means: chosen from the model and the machine at start."""
 
@@ -22,7 +30,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 32  # sequences running at once
     max_batched_tokens: int = 512  # token budget of a step
     block_size: int = 16  # tokens a KV block
-    kv_dtype: KVDtype = "f16"
+    kv_dtype: KVDtype = field(default_factory=usual_kv_dtype)
     kv_memory_bytes: int | None = None  # default: a share of the memory that is free
     activations: Activations = "q8"  # what linears over quantised weights read
     prefix_cache: bool = True  # begin a prompt after what has been computed of it before

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from paceline.errors import ParameterError
 
@@ -54,7 +55,8 @@ def info(
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            "--kv-dtype", help="KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4."
+            "--kv-dtype",
+            help="KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4. Default: the engine's.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -94,7 +96,7 @@ def info(
             )
         facts = describe_count(_count(parameters))
     else:
-        facts = _facts(model, shape, seqs=seqs or 1, context=context, kv_dtype=kv_dtype or "f16")
+        facts = _facts(model, shape, seqs=seqs or 1, context=context, kv_dtype=kv_dtype)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
@@ -102,12 +104,14 @@ def info(
 
 
 def _facts(
-    model: str | None, shape: str | None, *, seqs: int, context: int | None, kv_dtype: str
+    model: str | None, shape: str | None, *, seqs: int, context: int | None, kv_dtype: str | None
 ) -> dict[str, Any]:
     from paceline.catalog.shapes import config_file, named_shape, read_shape
     from paceline.config import EngineConfig
 
-    config = EngineConfig(kv_dtype=kv_dtype)  # type: ignore[arg-type]
+    config = EngineConfig()
+    if kv_dtype is not None:
+        config = replace(config, kv_dtype=kv_dtype)
     if shape is not None:
         return describe_shape(named_shape(shape), shape, config, seqs=seqs, context=context)
     assert model is not None

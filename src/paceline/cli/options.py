@@ -108,7 +108,8 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any]] = {
             str,
             _engine("--kv-dtype", "KV cache format: f16, bf16, f32, int8 or fp8 (E4M3): half "
                     "of f16's bytes; k8v4 (int8 keys, values of 4 bits): 0.41; int4: 0.3. At a "
-                    "price in quality that depends on the model."),
+                    "price in quality that depends on the model. Default: bf16 on CPUs that "
+                    "multiply it (AVX-512 BF16), else f16."),
         ],
         _DEFAULTS.kv_dtype,
     ),

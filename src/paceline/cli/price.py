@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import Model
-from paceline.config import ACTIVATIONS
+from paceline.config import ACTIVATIONS, usual_kv_dtype
 from paceline.errors import OutputError, ParameterError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def price(
             help="KV cache formats, several as a,b: f16, bf16, f32, int8, fp8, k8v4 or int4. Each "
             "goes with all weights.",
         ),
-    ] = "f16,int8",
+    ] = f"{usual_kv_dtype()},int8",
     calibrate: Annotated[
         Path | None,
         typer.Option(

@@ -66,7 +66,7 @@ def roofline(
         typer.Option(
             "--kv-dtype",
             show_default=False,
-            help="KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4. Default: f16.",
+            help="KV cache format: f16, bf16, f32, int8, fp8, k8v4 or int4. Default: the engine's.",
         ),
     ] = None,
     refresh: Annotated[
@@ -115,7 +115,9 @@ def roofline(
 
         batch = batch or 1
         # --kv-dtype is checked by EngineConfig.
-        config = EngineConfig(num_threads=num_threads, kv_dtype=kv_dtype or "f16")  # type: ignore[arg-type]
+        config = EngineConfig(num_threads=num_threads)
+        if kv_dtype is not None:
+            config = replace(config, kv_dtype=kv_dtype)
         loaded, context = load_with_room(model, config, batch=batch, context=context)
         with show_stages() as stages:
             found = measure_roofline(

@@ -232,9 +232,10 @@ def this_machine_with(checkpoint: Checkpoint, server: ServerFacts | None) -> Mac
             f"{checkpoint.path} has {found} bytes of weights, the server's {server.model} has "
             f"{server.weight_bytes}: name the same model"
         )
-    kv_dtype = "f16" if server is None else server.kv_dtype
+    usual = EngineConfig()
+    kv_dtype = usual.kv_dtype if server is None else server.kv_dtype
     num_threads = default_num_threads()[0] if server is None else server.num_threads
-    block_size = EngineConfig().block_size if server is None else server.block_size
+    block_size = usual.block_size if server is None else server.block_size
     return Machine(
         ceilings=find_ceilings(num_threads),
         costs=model_costs(checkpoint, kv_dtype),

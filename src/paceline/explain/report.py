@@ -250,14 +250,13 @@ def _are_sizes_guesses(situation: Situation) -> bool:
 
 def _remedy(situation: Situation) -> str:
     """Return how to have the cost of steps of every size; nothing where no command measures it."""
-    server, usual = situation.server, EngineConfig()
-    if server is None or server.block_size != usual.block_size:
+    server = situation.server
+    if server is None or server.block_size != EngineConfig().block_size:
         return ""
     options = ""
     if server.num_threads != server.machine_threads:
         options += f" --threads {server.num_threads}"
-    if server.kv_dtype != usual.kv_dtype:
-        options += f" --kv-dtype {server.kv_dtype}"
+    options += f" --kv-dtype {server.kv_dtype}"  # always: the usual one depends on the CPU
     return (
         f"; `paceline roofline MODEL{options}` measures them on the server's machine once, and "
         "`paceline explain --model MODEL` then knows them"
