@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from ledger_server import Server
 
+from tests.tiny import TinyModel, random_model
+
 WORD = "word "
 MANY_VALUES = 1_990_000  # a body with more than two million is refused unread
 TWIN = "twin"  # the same model under another name, where a server has two
@@ -18,6 +20,11 @@ SLOW_TEMPLATE = (
     "{% for m in messages %}{% for c in m.content %}{% for i in range(3000) %}"
     "{% if c == i %}x{% endif %}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
 )
+
+
+def tiny_model() -> TinyModel:
+    """One layer, 32 wide: it computes next to nothing."""
+    return random_model(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, inner=32)
 
 
 def long_prompt(server: Server) -> None:
@@ -209,10 +216,13 @@ def many_choices(server: Server) -> None:
 
 
 def many_stops(server: Server) -> None:
-    server.complete("example", prompt="Once", max_tokens=60, n=32, temperature=1.5,
-                    stop=["qqq", "zzz", "xxx", "jjj"], ignore_eos=True)  # fmt: skip
+    """Texts are looked through for the beginnings of stop strings that never come whole."""
+    stop = [letter * 999 + "." for letter in "abcdefghijklmnop"]
+    server.complete("example", prompt="Once", max_tokens=200, n=32, temperature=1.5, stop=stop,
+                    ignore_eos=True)  # fmt: skip
 
 
-def one_token(server: Server) -> None:
-    server.complete("first", prompt="Once", max_tokens=1)
-    server.complete("example", prompt="Once", max_tokens=1)
+def many_tiny_answers(server: Server) -> None:
+    """Each step has a little to compute, and 32 sequences to be placed, rows and tables to fill."""
+    server.complete("first", prompt="Once", max_tokens=20, n=32, ignore_eos=True)
+    server.complete("example", prompt="Once", max_tokens=200, n=32, ignore_eos=True)

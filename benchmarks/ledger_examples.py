@@ -1,6 +1,7 @@
 """Ledgers with each part as the bottleneck, made on purpose. docs/ledger.md shows its output.
 
-    python benchmarks/ledger_examples.py MODEL [--large MODEL] [--json FILE] [--only PART …]
+    python benchmarks/ledger_examples.py MODEL [--large MODEL --drafter MODEL] [--json FILE]
+        [--only PART …]
     python benchmarks/ledger_examples.py --json FILE --into docs/ledger.md
 
 Each example starts `paceline serve MODEL` with the options it names, causes one kind of delay, and
@@ -13,14 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import ledger_causes as causes
 from ledger_server import Server, serving
+
+from tests.tiny import write_gguf
 
 _RESULT_KEYS = ("outcome", "wall_ms", "ttft_ms", "tpot_ms", "parts_ms", "blame")
 _HEADER = "| the bottleneck | what was done | wall | its parts (1.5 % and more) | what helps |"
@@ -30,7 +36,7 @@ _HEADER = "| the bottleneck | what was done | wall | its parts (1.5 % and more) 
 class Example:
     """`cause` makes the call "example" on a server with `options`; `done` and `helps` are told.
 
-    In options {model} is the model's path, {folder} an empty folder.
+    In options {drafter} is the draft model, {folder} an empty folder.
     """
 
     cause: Callable[[Server], None]
@@ -40,6 +46,7 @@ class Example:
     is_cached: bool = False  # the others repeat their prompts, and mean them to be computed
     has_twin: bool = False  # the same file is served as a second model
     is_large: bool = False  # --large is served
+    is_tiny: bool = False  # causes.tiny_model() is served
 
 
 EXAMPLES = {
@@ -106,8 +113,8 @@ EXAMPLES = {
         cause=causes.streams_beside, done="one of 16 streams",
         helps="fewer at once: `--max-num-seqs`"),
     "draft": Example(
-        cause=causes.guesses, options="--speculate draft:model={model}", is_large=True,
-        done="it drafts for the 1.5B: `--speculate draft:model=…`",
+        cause=causes.guesses, options="--speculate draft:model={drafter}", is_large=True,
+        done="the 0.5B drafts for the 1.5B: `--speculate draft:model=…`",
         helps="a draft model that is much smaller, or `ngram`"),
     "verify": Example(
         cause=causes.guesses, options="--speculate ngram",
@@ -124,24 +131,30 @@ EXAMPLES = {
         cause=causes.many_choices, done="`n` 32, penalties, 20 log-probabilities",
         helps="fewer log-probabilities"),
     "detokenise": Example(
-        cause=causes.many_stops, done="`n` 32, four stop strings", helps="fewer choices"),
+        cause=causes.many_stops, is_tiny=True,
+        done="a model of one layer, 32 wide; `n` 32, 16 stop strings of 1,000 letters",
+        helps="fewer and shorter stop strings"),
     "engine": Example(
-        cause=causes.one_token, is_cached=True, done="one token after one token of prompt",
-        helps="nothing: it is 1 ms"),
+        cause=causes.many_tiny_answers, is_tiny=True, done="a model of one layer, 32 wide; `n` 32, 200 tokens each",
+        helps="a larger model: a step costs the engine as much"),
     "send": Example(
         cause=causes.slow_reader, done="nobody reads the answer for 40 s",
         helps="the client's reader"),
 }  # fmt: skip
 
 
-def run(example: Example, model: str, large: str) -> tuple[dict[str, Any], list[str]]:
+def run(
+    example: Example, model: str, *, large: str, drafter: str
+) -> tuple[dict[str, Any], list[str]]:
     """Return the ledger of the example's call, and the options that its server had."""
-    served = large if example.is_large else model
     with tempfile.TemporaryDirectory() as folder:
+        served = large if example.is_large else model
+        if example.is_tiny:
+            served = str(write_gguf(causes.tiny_model(), Path(folder) / "tiny.gguf"))
         (Path(folder) / "slow.jinja").write_text(causes.SLOW_TEMPLATE)
         twin = Path(folder) / f"{causes.TWIN}.gguf"
         twin.symlink_to(Path(model).resolve())
-        options = example.options.format(model=model, folder=folder).split()
+        options = example.options.format(drafter=drafter, folder=folder).split()
         options += [] if example.is_cached else ["--no-prefix-cache"]
         with serving([served, *([str(twin)] if example.has_twin else [])], options) as server:
             example.cause(server)
@@ -182,7 +195,8 @@ def put_into(document: Path, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="without one nothing is run")
-    parser.add_argument("--large", default="qwen2.5-coder-1.5b", help="for which MODEL drafts")
+    parser.add_argument("--large", default="qwen2.5-coder-1.5b", help="for `draft`")
+    parser.add_argument("--drafter", default="qwen2.5-coder-0.5b", help="what drafts for it")
     parser.add_argument("--only", nargs="+", choices=list(EXAMPLES))
     parser.add_argument("--json", type=Path, help="takes the results; keeps what it has")
     parser.add_argument("--into", type=Path, help="a document whose table is replaced")
@@ -190,7 +204,7 @@ def main() -> None:
     results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     missing = [name for name in EXAMPLES if name not in results]
     for name in (args.only or missing) if args.model else ():
-        ledger, options = run(EXAMPLES[name], args.model, args.large)
+        ledger, options = run(EXAMPLES[name], args.model, large=args.large, drafter=args.drafter)
         results[name] = {"options": options, **{key: ledger.get(key) for key in _RESULT_KEYS}}
         shown = ", ".join(f"{part} {share:.0%}" for part, share in shares(results[name])[:5])
         print(f"{name:24} {ledger['wall_ms']:8.1f} ms: {shown}", flush=True)
