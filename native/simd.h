@@ -234,6 +234,14 @@ PL_INLINE void store_i8(int8_t* p, f32x16 a) {
 
 // Store as bfloat16, nearest even; NaN stays NaN.
 PL_INLINE void store_bf16(uint16_t* p, f32x16 a) {
+#if defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
+  const __m512i u = _mm512_castps_si512(a.v), high = _mm512_srli_epi32(u, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i near = _mm512_add_epi32(_mm512_add_epi32(u, odd), _mm512_set1_epi32(0x7fff));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  const __m512i bits = _mm512_mask_or_epi32(_mm512_srli_epi32(near, 16), is_nan, high, _mm512_set1_epi32(64));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(bits));
+#else
   float f[16];
   store(f, a);
   for (int i = 0; i < 16; i++) {
@@ -241,6 +249,7 @@ PL_INLINE void store_bf16(uint16_t* p, f32x16 a) {
     std::memcpy(&u, f + i, 4);
     p[i] = (u & 0x7fffffff) > 0x7f800000 ? uint16_t(u >> 16 | 64) : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
   }
+#endif
 }
 // ((l0+l8)+(l4+l12)) + ((l2+l10)+(l6+l14)) + ...: halves are added until one is left, on every ISA.
 #if defined(PL_ISA_avx2) || defined(PL_ISA_avx512) || defined(PL_ISA_avx512bf16)
