@@ -232,7 +232,7 @@ def test_serve_ends_calls_in_good_order(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--kv-dtype", "bf16"], "kv_dtype is 'bf16', but this model embeds texts"),
+        (["--kv-dtype", "int8"], "kv_dtype is 'int8', but this model embeds texts"),
         (["--access-log", "-"], "--access-log has no use for a model that embeds"),
         (["--weights", "q3"], "weights is 'q3': choose one of file, q8_0"),
         (["--max-model-len", "51"], "the model's context is 50 tokens"),

@@ -916,7 +916,10 @@ def test_sizes_are_said_to_be_guesses_where_few_sizes_of_steps_ran(times, is_gue
     found = explain(situation(*queued(num_tokens=31), steps=ONE_SEQ * times, max_num_seqs=1))
     assert found.advice[0].lever == "max-num-seqs"
     assert found.are_sizes_guesses == is_guess
-    assert any("`paceline roofline MODEL --kv-dtype f16` measures them" in n for n in found.notes) == is_guess
+    assert (
+        any("`paceline roofline MODEL --kv-dtype f16` measures them" in n for n in found.notes)
+        == is_guess
+    )
     print_explanation(found)
     assert ("by how much is a guess" in capsys.readouterr().out) == is_guess
 
