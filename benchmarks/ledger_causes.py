@@ -1,4 +1,7 @@
-"""What makes a part of the ledger large: each function causes one delay to the call `example`."""
+"""What makes a part of the ledger large: each function causes one delay to the call `example`.
+
+One that cannot know beforehand which call suffers returns its name.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def pushed_aside(server: Server) -> None:
     example = server.start("example", prompt=WORD * 1500, max_tokens=3, priority=1)
     number = 0
     while example.is_alive() and number < 6:
-        example.join(1.0)
+        example.join(0.5)
         number += 1
         server.complete(f"first-{number}", prompt="Once", max_tokens=1, priority=0)
     example.join()
@@ -177,9 +180,13 @@ def stream_beside_bodies(server: Server) -> None:
         server.complete("example", prompt="Once", max_tokens=60, ignore_eos=True)
 
 
-def token_beside_bodies(server: Server) -> None:
+def token_beside_bodies(server: Server) -> str:
+    """Return the one of twenty that waited longest between threads: where one waits is chance."""
+    names = [f"token-{i}" for i in range(20)]
     with bodies_being_parsed(server):
-        server.complete("example", prompt="Once", max_tokens=1)
+        for name in names:
+            server.complete(name, prompt="Once", max_tokens=1)
+    return max(names, key=lambda name: server.ledger(name)["parts_ms"].get("handoff", 0.0))
 
 
 def slow_upload(server: Server) -> None:

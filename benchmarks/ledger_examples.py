@@ -34,12 +34,14 @@ _HEADER = "| the bottleneck | what was done | wall | its parts (1.5 % and more) 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """`cause` makes the call "example" on a server with `options`; `done` and `helps` are told.
+    """`cause` makes the call "example", or one that it names, on a server with `options`.
+
+    `done` and `helps` are told.
 
     In options {drafter} is the draft model, {folder} an empty folder.
     """
 
-    cause: Callable[[Server], None]
+    cause: Callable[[Server], str | None]
     done: str
     helps: str
     options: str = ""
@@ -69,7 +71,7 @@ EXAMPLES = {
         helps="cut prompts before sending"),
     "handoff": Example(
         cause=causes.token_beside_bodies,
-        done="one token, while four clients send two million token ids each",
+        done="one token, while four clients send two million token ids each; of 20 the worst",
         helps="smaller bodies; the event loop waits for the GIL"),
     "queue_budget": Example(
         cause=causes.one_seat, options="--max-num-seqs 1",
@@ -135,7 +137,8 @@ EXAMPLES = {
         done="a model of one layer, 32 wide; `n` 32, 16 stop strings of 1,000 letters",
         helps="fewer and shorter stop strings"),
     "engine": Example(
-        cause=causes.many_tiny_answers, is_tiny=True, done="a model of one layer, 32 wide; `n` 32, 200 tokens each",
+        cause=causes.many_tiny_answers, is_tiny=True,
+        done="a model of one layer, 32 wide; `n` 32, 200 tokens each",
         helps="a larger model: a step costs the engine as much"),
     "send": Example(
         cause=causes.slow_reader, done="nobody reads the answer for 40 s",
@@ -157,8 +160,8 @@ def run(
         options = example.options.format(drafter=drafter, folder=folder).split()
         options += [] if example.is_cached else ["--no-prefix-cache"]
         with serving([served, *([str(twin)] if example.has_twin else [])], options) as server:
-            example.cause(server)
-            return server.ledger("example"), options
+            name = example.cause(server) or "example"
+            return server.ledger(name), options
 
 
 def shares(result: dict[str, Any]) -> list[tuple[str, float]]:
