@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from paceline.engine.speculation.acceptance import Acceptance
@@ -384,3 +385,47 @@ def test_a_known_cost_spares_the_first_draft_where_rows_are_too_dear() -> None:
 def test_costs_that_are_wrong_lose_no_more_than_none(slope: float) -> None:
     known = [(n, machine(0.05, 0.01)(n)) for n in (1, 2, 4, 8, 16)]
     assert speed_up(Goodput(known), machine(0.05, slope), 0.2, believed=0.95) > 0.98
+
+
+ROWS_S = {1: 0.037, 2: 0.041, 4: 0.049, 8: 0.066, 16: 0.12, 32: 0.22, 64: 0.42}  # a 1.5B, AVX-512
+
+
+def closed_batch_s(pace: Goodput, chances: list[float], *, num_tokens: int, drafts: bool) -> float:
+    """Return the seconds until the last of these sequences has its tokens; nobody takes a seat."""
+    rng = random.Random(1)
+    left = [num_tokens] * len(chances)
+    total_s = 0.0
+    while any(left):
+        going = [i for i, n in enumerate(left) if n > 0]
+        offers = offers_of([[chances[i]] * min(15, left[i]) for i in going])
+        lengths = pace.lengths(offers, len(going), 0, lambda num_seqs: 0.0) if drafts else []
+        accepted = 0
+        for i, length in zip(going, lengths or [0] * len(going), strict=True):
+            right = 0
+            while right < min(length, left[i] - 1) and rng.random() < chances[i]:
+                right += 1
+            accepted += right
+            left[i] -= 1 + right
+        num_rows = len(going) + sum(lengths)
+        seconds = np.interp(num_rows, list(ROWS_S), list(ROWS_S.values()))
+        pace.observe(
+            num_rows=num_rows, num_drafted=sum(lengths), num_accepted=accepted, num_prefill=0,
+            seconds=seconds, draft_s=0.0, setup_s=0.0, look_s=0.0,
+        )  # fmt: skip
+        total_s += seconds
+    return total_s
+
+
+@pytest.mark.parametrize("num_sure", [1, 2, 4, 6, 8])
+def test_a_batch_of_which_some_draft_well_ends_no_later(num_sure: int) -> None:
+    chances = [0.95] * num_sure + [0.02] * (8 - num_sure)
+    pace = Goodput(list(ROWS_S.items()))
+    spent = [closed_batch_s(pace, chances, num_tokens=48, drafts=drafts) for drafts in [True] * 4]
+    plain_s = closed_batch_s(Goodput(), chances, num_tokens=48, drafts=False)
+    assert 4 * plain_s / sum(spent) > 0.98
+
+
+def test_two_of_whom_one_drafts_well_are_sped_up() -> None:
+    pace = Goodput(list(ROWS_S.items()))
+    drafting_s = closed_batch_s(pace, [0.95, 0.95], num_tokens=96, drafts=True)
+    assert closed_batch_s(pace, [0.0, 0.0], num_tokens=96, drafts=False) / drafting_s > 1.5

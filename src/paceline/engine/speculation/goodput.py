@@ -10,6 +10,7 @@ from paceline.engine.speculation.base import MAX_DRAFTED, Offer, RoundCost
 from paceline.engine.speculation.row_cost import RowCost
 
 _MARGIN = 1.02  # a draft must promise so much more than none
+_UNEVEN = 0.18  # and in a large batch so much beyond that: who ends early saves the others a row
 _MIN_GAIN = 0.04  # tokens that a row must promise: fewer are not worth a thought
 _CREDIT = 1.0  # plain steps that may be lost before anything was won
 _MAX_CREDIT = 4.0  # a good hour does not pay for a bad one
@@ -89,7 +90,7 @@ class Goodput:
             return False
         if self._probe_length(num_rows):
             return True
-        cost, row_s = self._cost, self._cost.seconds(num_rows) / num_rows / _MARGIN
+        cost, row_s = self._cost, self._cost.seconds(num_rows) / num_rows / _margin(num_rows)
         return any(cost.seconds(num_rows + n) < row_s * (num_rows + n) for n in _SIZES)
 
     def better(self, offers: Seq[Offer], num_rows: int, round_s: RoundCost) -> int:
@@ -194,7 +195,7 @@ class Goodput:
         """Say whether the fund has the offer's set-up, and a few dozen tokens would pay it back."""
         if not offer.setup_s:
             return True
-        gain = self._gain(offer, num_rows, round_s)
+        gain = max(self._gain(offer, num_rows, round_s) + _MARGIN - _margin(num_rows), 0.0)
         num_steps = min(offer.num_left, _HORIZON)
         saved_s = num_steps * self._cost.seconds(num_rows) * gain / (1 + gain)
         return _MARGIN * offer.setup_s < saved_s and offer.setup_s <= self.budget_s
@@ -215,7 +216,7 @@ class Goodput:
         ]
         heapq.heapify(heap)
         tokens = float(num_rows)
-        best_rate = _MARGIN * tokens / cost.seconds(num_rows)
+        best_rate = _margin(num_rows) * tokens / cost.seconds(num_rows)
         order: list[int] = []  # the sequence of each drafted token
         widths: list[int] = []  # the guesses of each round that are not free
         num_best, draft_s = 0, 0.0
@@ -254,3 +255,12 @@ class Goodput:
         risk = (self._cost.at_most(num_rows + num_drafted) + draft_s) / plain_s - 1
         fund = self._fund - setup_s / plain_s if draft_s else 0.0
         return risk <= self._balance + fund
+
+
+def _margin(num_rows: int) -> float:
+    """Return by what factor tokens must come faster with drafts in a step of so many sequences.
+
+    A token more is an n-th of a step as long as all get ahead alike, or others wait for the seat.
+    Where some do and the rest go on without them, a step of fewer sequences costs little less.
+    """
+    return _MARGIN + _UNEVEN * (1 - 1 / num_rows)
