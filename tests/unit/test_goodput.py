@@ -420,7 +420,7 @@ def closed_batch_s(pace: Goodput, chances: list[float], *, num_tokens: int, draf
 def test_a_batch_of_which_some_draft_well_ends_no_later(num_sure: int) -> None:
     chances = [0.95] * num_sure + [0.02] * (8 - num_sure)
     pace = Goodput(list(ROWS_S.items()))
-    spent = [closed_batch_s(pace, chances, num_tokens=48, drafts=drafts) for drafts in [True] * 4]
+    spent = [closed_batch_s(pace, chances, num_tokens=48, drafts=True) for _ in range(4)]
     plain_s = closed_batch_s(Goodput(), chances, num_tokens=48, drafts=False)
     assert 4 * plain_s / sum(spent) > 0.98
 
