@@ -123,8 +123,8 @@ EXAMPLES = {
         done="`--speculate ngram` on text that repeats itself",
         helps="right guesses are cheaper than steps; wrong ones are `blame`'s"),
     "gil_wait": Example(
-        cause=causes.stream_beside_bodies,
-        done="a stream; four clients send two million token ids each",
+        cause=causes.stream_beside_bodies, is_tiny=True,
+        done="a stream of a model of one layer; four clients send two million token ids each",
         helps="smaller bodies; another server for them"),
     "grammar": Example(
         cause=causes.first_structure, done="the first JSON schema that the server sees, 20 tokens",
