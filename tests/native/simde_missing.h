@@ -10,6 +10,7 @@
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_cvtepi8_epi32
 #undef _mm512_cvtepu16_epi32
+#undef _mm512_cvtepi32_epi16
 #undef _mm512_cvtps_epi32
 #undef _mm512_cvtepi32_ps
 #undef _mm512_reduce_max_ps
@@ -40,6 +41,12 @@ inline simde__m512i cvtepi8_epi32(__m128i a) {
 inline simde__m512i cvtepu16_epi32(__m256i a) {
   return join(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(a, 1)));
 }
+inline __m256i cvtepi32_epi16(simde__m512i a) {
+  const __m256i low16 = _mm256_set1_epi32(0xffff);
+  const __m256i lo = _mm256_and_si256(simde_mm512_castsi512_si256(a), low16);
+  const __m256i hi = _mm256_and_si256(simde_mm512_extracti64x4_epi64(a, 1), low16);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xD8);
+}
 inline simde__m512i cvtps_epi32(simde__m512 a) { return join(_mm256_cvtps_epi32(low(a)), _mm256_cvtps_epi32(high(a))); }
 inline simde__m512 cvtepi32_ps(simde__m512i a) {
   return join(_mm256_cvtepi32_ps(simde_mm512_castsi512_si256(a)),
@@ -58,6 +65,7 @@ inline float reduce_max_ps(simde__m512 a) {
 #define _mm512_cvtepu8_epi32 simde_missing::cvtepu8_epi32
 #define _mm512_cvtepi8_epi32 simde_missing::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 simde_missing::cvtepu16_epi32
+#define _mm512_cvtepi32_epi16 simde_missing::cvtepi32_epi16
 #define _mm512_cvtps_epi32 simde_missing::cvtps_epi32
 #define _mm512_cvtepi32_ps simde_missing::cvtepi32_ps
 #define _mm512_reduce_max_ps simde_missing::reduce_max_ps
