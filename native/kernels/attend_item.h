@@ -62,7 +62,7 @@ void aim_ahead(Tile& tile, const Tile& next, int num_next) {
 // Fetches what lies `ahead` of p, line by line as this tile is read: a burst would stall the arithmetic.
 template <class E>
 PL_INLINE void fetch(const E* p, ptrdiff_t ahead) {
-  __builtin_prefetch((const char*)p + ahead);
+  __builtin_prefetch((const char*)p + ahead, 0, 2);
 }
 PL_INLINE void fetch(const float*, ptrdiff_t) {}  // scratch is near
 
