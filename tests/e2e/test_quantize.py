@@ -23,6 +23,15 @@ import resource, subprocess, sys
 code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
 print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
+# Runs the command and prints how many threads NumPy's matrix products have.
+NUMPY_THREADS = """
+import os, sys
+from paceline.cli.main import main
+try:
+    main()
+except SystemExit:
+    print("threads:", len(os.listdir("/proc/self/task")))
+"""
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -49,6 +58,18 @@ def test_memory_is_bounded_whatever_the_model_takes(tmp_path: Path) -> None:
     peak = peak_bytes(large, "--format", "q8_0", "-o", tmp_path / "large.gguf")
     assert peak - base < 72 * MB
     assert open_gguf(tmp_path / "large.gguf").tensors["token_embd.weight"].format == "q8_0"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU has one thread")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_matrix_products_have_the_threads_that_were_asked_for(tmp_path: Path, threads: int) -> None:
+    model = write_gguf(random_model(), tmp_path / "m.gguf", fmt="f16")
+    arguments = ["--format", "q8_0", "--threads", str(threads), "-o", str(tmp_path / "out.gguf")]
+    done = subprocess.run(
+        [sys.executable, "-c", NUMPY_THREADS, "quantize", str(model), *arguments],
+        capture_output=True, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    assert f"threads: {threads}" in done.stdout
 
 
 def test_a_killed_process_is_continued_by_the_same_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -140,9 +141,14 @@ def quantize(
 
     - `paceline run ./qwen-int4 "Why is the sky blue?"`
     """
+    from paceline.cpu import resolve_num_threads
+
+    num_threads = resolve_num_threads(threads)[0]
+    # Read by NumPy when it is imported, below: methods that read a text multiply large matrices.
+    os.environ["OPENBLAS_NUM_THREADS"] = str(num_threads)
+
     from paceline.cli.loading import find_model
     from paceline.cli.pull import ProgressBar
-    from paceline.cpu import resolve_num_threads
     from paceline.quantize.formats import parse_target
     from paceline.quantize.recipe import new_recipe
     from paceline.quantize.run import quantize as write
@@ -154,7 +160,6 @@ def quantize(
     if not dry_run:
         refuse_existing(out, force)
     source = open_source(find_model(model))
-    num_threads = resolve_num_threads(threads)[0]
     chosen = build_method(method, source, target, calibrate, calibrate_tokens, act_order)
     new = partial(
         new_recipe, source, out, method=chosen.name, embeddings=embeddings,
