@@ -5,7 +5,7 @@ For inputs X [T, K] a row's error e costs |X e|² = e (XᵀX) eᵀ, so XᵀX say
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ Order = npt.NDArray[np.intp]
 
 DAMPING = 0.01  # of the mean square input, added to each: Frantar 2023
 _SAMPLE_WEIGHTS = 1 << 19  # of a matrix, enough to tell formats and scales apart
+_ROWS_AT_ONCE = 2048  # of inputs
 _SMALL = 64  # triangles up to this size are inverted at once
 
 
@@ -28,7 +29,7 @@ class Curvature:
     def __init__(self, inputs: Iterable[F32], *, name: str) -> None:
         """Sum over pieces [T, K] in their order. `name` is for the error of what is not finite."""
         self.gram: F64 | None = None
-        for x in inputs:
+        for x in _joined(inputs):
             product = x.T @ x
             if self.gram is None:
                 self.gram = product.astype(np.float64)
@@ -56,6 +57,18 @@ class Curvature:
             np.fill_diagonal(damped, squares[order] + (DAMPING * squares.mean() or 1.0))
             self._factors[width] = order, _inverse_factor(damped).astype(np.float32)
         return self._factors[width]
+
+
+def _joined(pieces: Iterable[F32]) -> Iterator[F32]:
+    """Yield runs of pieces as one: many rows are multiplied in the time of writing XᵀX once."""
+    run: list[F32] = []
+    for piece in pieces:
+        run.append(piece)
+        if sum(map(len, run)) >= _ROWS_AT_ONCE:
+            yield np.concatenate(run)
+            run = []
+    if run:
+        yield np.concatenate(run)
 
 
 def output_errors(off: F32, gram: F32) -> F32:

@@ -160,8 +160,8 @@ def _cut_groups(
     """
     rows, cols = reader.planned.tensor.shape
     width = group_width(reader.blocks, cols)
-    scaled_gram: F32 = (gram / scale) / scale[:, None]
-    importance = _relative(np.diag(scaled_gram))
+    importance = _relative(np.diag(gram) / scale**2)
+    grams = _group_grams(gram, scale, width)
     cuts, ours, theirs = [], 0.0, 0.0
     for _, weight in float_rows(reader.planned.tensor.load()):
         scaled: F32 = weight * scale
@@ -169,14 +169,16 @@ def _cut_groups(
         for ratio in RATIOS:
             cut = _cut(scaled, np.full((len(scaled), cols // width), ratio, np.float32))
             offs.append(_encode(cut, reader, importance, num_threads) - scaled)
-        chosen = np.argmin([_group_errors(off, scaled_gram, width) for off in offs], axis=0)
-        mixed = output_errors(np.choose(np.repeat(chosen, width, axis=1), offs), scaled_gram)
-        uncut = output_errors(offs[_UNCUT], scaled_gram)
-        chosen[uncut <= mixed] = _UNCUT
+        chosen = np.argmin([_group_errors(off, grams) for off in offs], axis=0)
+        mixed = np.choose(np.repeat(chosen, width, axis=1), offs)
+        nearest = _encode(weight, reader, None, num_threads) - weight
+        # One product: a wide XᵀX takes longer to read than to multiply by few rows.
+        all_off = np.concatenate([mixed / scale, offs[_UNCUT] / scale, nearest])
+        mixed_error, uncut_error, base_error = np.split(output_errors(all_off, gram), 3)
+        chosen[uncut_error <= mixed_error] = _UNCUT
         cuts.append(chosen.astype(np.uint8))
-        ours += float(np.minimum(mixed, uncut).sum())
-        nearest = _encode(weight, reader, None, num_threads)
-        theirs += float(output_errors(nearest - weight, gram).sum())
+        ours += float(np.minimum(mixed_error, uncut_error).sum())
+        theirs += float(base_error.sum())
     return Choice(scale, importance, np.concatenate(cuts)), ours / rows, theirs / rows
 
 
@@ -201,10 +203,18 @@ def _relative(importance: F32) -> F32:
     return relative
 
 
-def _group_errors(off: F32, gram: F32, width: int) -> F32:
+def _group_grams(gram: F32, scale: F32, width: int) -> F32:
+    """Return each group's part of XᵀX for inputs over `scale`, [groups, width, width]."""
+    groups = range(0, len(gram), width)
+    parts = np.stack([gram[i : i + width, i : i + width] for i in groups])
+    by_group = scale.reshape(-1, width)
+    over: F32 = parts / by_group[:, None, :] / by_group[:, :, None]
+    return over
+
+
+def _group_errors(off: F32, grams: F32) -> F32:
     """Return what the errors [N, K] of each group do to the output by themselves, [N, groups]."""
-    parts = off.reshape(len(off), -1, width).swapaxes(0, 1)  # [groups, N, width]
-    grams = np.stack([gram[i : i + width, i : i + width] for i in range(0, len(gram), width)])
+    parts = off.reshape(len(off), len(grams), -1).swapaxes(0, 1)  # [groups, N, width]
     errors: F32 = np.einsum("gnk,gnk->ng", parts @ grams, parts)
     return errors
 
