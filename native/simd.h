@@ -227,7 +227,7 @@ PL_INLINE f32x16 load_bf16(const uint16_t* p) { PL_EACH(bits_f32(uint32_t(p[i]) 
 PL_INLINE void store_i8(int8_t* p, f32x16 a) {
   for (int i = 0; i < 16; i++) {
     float r = __builtin_nearbyintf(a.v[i]);
-    p[i] = int8_t(r < -127 ? -127 : r > 127 ? 127 : r);
+    p[i] = int8_t(r > -127 ? (r < 127 ? r : 127) : -127);  // NaN, which no int8 stands for, is -127
   }
 }
 #endif

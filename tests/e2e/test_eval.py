@@ -231,6 +231,7 @@ def test_needles_keep_to_their_length_for_model_and_reference(
         ([], "nothing is asked"),
         (["--text", "none.txt"], "none.txt cannot be read"),
         (["--needle", "10"], "the needle and its question alone"),
+        (["--needle", "99,500"], "--needle is 500: beside an answer of 32 tokens .* 512 holds 480"),
         (["--tasks", "a.jsonl", "--tasks", "a.jsonl"], "names a file twice"),
         (["--allow-code-execution"], "need --humaneval"),
         (["--needle", "900", "--stride", "4"], "--stride means nothing"),

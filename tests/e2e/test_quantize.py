@@ -112,6 +112,13 @@ def test_the_written_folder_answers_and_is_described(tmp_path: Path) -> None:
     assert "i4m_g64" in json.loads(info.stdout)["weight_bytes_by_format"]
 
 
+def test_fp8_is_said_to_be_emulated_and_others_are_not(tmp_path: Path) -> None:
+    source = write_hf(random_model(), tmp_path / "m")
+    for fmt in ("fp8", "int8"):
+        done = run(source, "--format", fmt, "-o", tmp_path / fmt)
+        assert ("fp8 is emulated" in done.stdout) == (fmt == "fp8"), done.stderr
+
+
 def test_bad_arguments_end_with_one_line_and_no_file(tmp_path: Path) -> None:
     source = write_gguf(random_model(), tmp_path / "m.gguf")
     for arguments, message in (

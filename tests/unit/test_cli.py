@@ -12,6 +12,7 @@ from paceline.cli.answer import timing_line
 from paceline.cli.loading import load, read_template
 from paceline.cli.main import _printable, app, main
 from paceline.cli.options import engine_options, sampling_options, with_terminal_defaults
+from paceline.cli.pull import ProgressBar
 from paceline.cli.run import read_prompt
 from paceline.cli.serve import listen
 from paceline.completion import Choice
@@ -220,3 +221,12 @@ def test_info_refuses_what_tells_too_little_or_too_much(arguments, message):
     assert isinstance(result.exception, ParameterError)
     assert message in str(result.exception)
     assert not result.stdout
+
+
+def test_a_bar_that_counts_something_else_next_has_the_next_total() -> None:
+    """`paceline quantize --method gptq` rounds first, and then writes more than it rounded."""
+    with ProgressBar("model") as bar:
+        for done, total in ((5, 10), (10, 10), (3, 40), (40, 40)):
+            bar.update(done, total)
+            [task] = bar._bar.tasks
+            assert (task.completed, task.total) == (done, total)

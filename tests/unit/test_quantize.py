@@ -299,6 +299,19 @@ def test_nan_is_refused_by_the_tensors_name_and_nothing_is_left(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
+@pytest.mark.parametrize("fmt", ["f32", "bf16"])
+def test_nan_in_a_tensor_that_stays_as_it_is_is_refused_too(tmp_path: Path, fmt: str) -> None:
+    """A norm always stays; an embedding does so where --embeddings is keep."""
+    for name in ("model.norm.weight", "model.embed_tokens.weight"):
+        good = model()
+        bad = good.tensors[name].copy()
+        bad.flat[-1] = np.inf
+        source = write_hf(good.with_tensor(name, bad), tmp_path / "m", fmt=fmt)
+        with pytest.raises(ModelFormatError, match=f"{name} holds NaN or infinity"):
+            write(source, tmp_path / "out", "int8", embeddings="keep")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
 def test_a_disk_without_room_is_told_before_anything_is_read(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,9 +71,9 @@ class ProgressBar:
             self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
-        """Move the bar to `done` of `total` bytes."""
+        """Move the bar to `done` of `total` bytes; another `total` than before begins anew."""
         if not self._is_shown:
             self._is_shown = True
             self._bar.add_task(self._label, total=total)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done)
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total)

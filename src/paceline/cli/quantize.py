@@ -41,8 +41,8 @@ def quantize(
         str,
         typer.Option(
             "--format",
-            help="int4, int8 or fp8 (into a folder); q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k or "
-            "q6_k (into a folder or a GGUF file).",
+            help="int4, int8 or fp8, which is emulated (into a folder); q4_0, q4_1, q5_0, q5_1, "
+            "q8_0, q4_k, q5_k or q6_k (into a folder or a GGUF file).",
         ),
     ] = "int8",
     group: Annotated[
@@ -286,6 +286,7 @@ def describe(
 
 def _print(facts: dict[str, Any]) -> None:
     from paceline.engine.memory import format_bytes
+    from paceline.weights.tensor import F8_FORMATS
 
     would = "would have " if facts["is_dry_run"] else ""
     print(
@@ -302,6 +303,8 @@ def _print(facts: dict[str, Any]) -> None:
     for (fmt, note), names in by_note.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         print(f"  {names[0]}{more}: {fmt} ({note})")
+    if facts["bytes_by_format"].keys() & F8_FORMATS:
+        print("  fp8 is emulated: no CPU here multiplies it, so it saves memory and costs time")
     if facts["rounded_before"]:
         kinds = ", ".join(facts["rounded_before"])
         print(f"  the source had rounded weights ({kinds}): a float model would lose less")

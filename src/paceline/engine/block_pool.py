@@ -79,6 +79,10 @@ class BlockPool:
         """Keep the content of a live block when its last holder lets go."""
         self._is_kept[block] = True
 
+    def unkeep(self, block: int) -> None:
+        """Undo `keep` of a live block."""
+        self._is_kept[block] = False
+
     def release(self, blocks: Sequence[int]) -> None:
         """Take one holder off each block, the tail first, so that a shared prefix lives longest."""
         for block in reversed(blocks):

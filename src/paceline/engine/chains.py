@@ -25,6 +25,7 @@ class Chain(Struct, eq=False):
     block_size: int
     hashes: list[bytes] = field(default_factory=list)
     packed: list[bytes] = field(default_factory=list)  # token ids, four bytes each
+    num_found: int = -1  # blocks that others had computed; -1: has not looked yet
     num_published: int = 0  # blocks of the table that the cache knows
     num_promised: int = 0  # blocks up to which the others may wait for this sequence
     num_seen: int = -1  # tokens computed when the last step was planned
@@ -53,7 +54,7 @@ class Chain(Struct, eq=False):
         """Return that of a sequence with the same blocks, which has promised nothing."""
         return Chain(
             self.root, self.block_size, list(self.hashes), list(self.packed),
-            num_published=self.num_published,
+            num_found=self.num_published, num_published=self.num_published,
         )  # fmt: skip
 
 

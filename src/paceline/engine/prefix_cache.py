@@ -162,6 +162,8 @@ class PrefixCache:
         chain.lookup_ns += match.lookup_ns
         for i in range(chain.num_published, chain.num_promised):
             self._promises.setdefault(self._hash(seq, i), seq)
+        if chain.num_found < 0:
+            chain.num_found = len(match.blocks) + match.num_stored
         if seq.num_cached is None:
             seq.num_cached = min(match.num_tokens, seq.num_prompt)
             self.num_queried += seq.num_prompt
@@ -191,7 +193,9 @@ class PrefixCache:
     def leaving(self, seq: Sequence) -> None:
         """`seq` is about to let go of its blocks: keep what it has computed, promise no more."""
         chain = self._chain(seq)
-        if seq.finish_reason != "error":  # of a failed step nobody knows what was written
+        if seq.finish_reason == "error":
+            self._retract(seq)
+        else:
             self.publish(seq)
             self._publish_tail(seq)
         if seq.request.pin and seq.finish_reason in ("stop", "length"):
@@ -200,6 +204,18 @@ class PrefixCache:
             if self._promises.get(key) is seq:
                 del self._promises[key]
         chain.num_published = chain.num_promised = 0
+
+    def _retract(self, seq: Sequence) -> None:
+        """Forget what `seq`, which failed, has computed: it may be what made it fail.
+
+        Of a failed step nobody knows what was written, and numbers that overflowed lie in the
+        blocks of earlier steps, too. What a pin holds was part of an answer that went well.
+        """
+        chain, pinned = self._chain(seq), self.pins.blocks()
+        for block in seq.block_table[chain.num_found : chain.num_published]:
+            if block in self._entries and block not in pinned:
+                self._drop(block)
+                self._pool.unkeep(block)
 
     def _publish_tail(self, seq: Sequence) -> None:
         idx, num_rows = divmod(seq.num_computed, self._block_size)
@@ -278,16 +294,20 @@ class PrefixCache:
         self._pool.keep(block)
 
     def _forget(self, block: int) -> None:
+        entry = self._drop(block)
+        if entry.hash is not None and self._tier is not None:
+            self._tier.store(block, entry.hash, entry.packed)
+
+    def _drop(self, block: int) -> _Entry:
         entry = self._entries.pop(block)
         if entry.hash is not None:
             del self._by_hash[entry.hash]
-            if self._tier is not None:
-                self._tier.store(block, entry.hash, entry.packed)
         key = (entry.parent, entry.packed[:TOKEN_BYTES])
         siblings = self._children[key]
         del siblings[block]
         if not siblings:
             del self._children[key]
+        return entry
 
     def figures(self) -> dict[str, int]:
         """Return the counts that EngineStats has of the cache."""

@@ -37,6 +37,7 @@ def run_needles(
     subject: Subject, lengths: Sequence[int], depths: Sequence[int], *, seed: int
 ) -> dict[str, Any]:
     """Return for each length (prompt tokens, at most) and depth whether the number was found."""
+    _check_room(subject, max(lengths))
     prompts, secrets = {}, {}
     for length in lengths:
         for depth in depths:
@@ -60,6 +61,17 @@ def run_needles(
         "share": share_figure(sum(is_found.values()), len(cells)).as_dict(),
         "cells": cells,
     }
+
+
+def _check_room(subject: Subject, length: int) -> None:
+    """Raise ParameterError unless a prompt and its answer fit: a cut one finds nothing."""
+    context = subject.loaded.engine.max_model_len
+    if length + MAX_ANSWER > context:
+        raise ParameterError(
+            f"--needle is {length}: beside an answer of {MAX_ANSWER} tokens the context of "
+            f"{context} holds {max(context - MAX_ANSWER, 0)}: ask for a shorter text, or raise "
+            "--max-model-len or --kv-memory"
+        )
 
 
 def _prompt(

@@ -23,6 +23,7 @@ from paceline.weights.mapped_file import drop_pages
 from paceline.weights.repack import source_fingerprint
 from paceline.weights.safetensors import INDEX, SINGLE
 from paceline.weights.safetensors_writer import safetensors_head
+from paceline.weights.tensor import BLOCK, QTensor, is_finite
 
 ENCODER_VERSION = 1  # raise it when the same weights get other bits: no run goes on over that
 _COPY_BYTES = 1 << 23
@@ -111,22 +112,30 @@ def _data_of(
     recipe: TensorRecipe, method: Method, staging: Staging, num_threads: int
 ) -> Iterator[U8]:
     """Bytes of a tensor in the result, piece by piece."""
-    source, blocks = recipe.tensor.load(), recipe.blocks
-    ready = source.data
-    if blocks is not None:
-        kept = staging.kept(recipe.tensor.name, recipe.num_bytes)
-        blocks, ready = (None, kept) if kept is not None else (blocks, ready)
+    source, blocks, name = recipe.tensor.load(), recipe.blocks, recipe.tensor.name
     if blocks is None:
-        flat = ready.reshape(-1)
-        for start in range(0, len(flat), _COPY_BYTES):
-            yield flat[start : start + _COPY_BYTES]
-            drop_pages(flat[start : start + _COPY_BYTES])
-        return
-    for first, weight in float_rows(source):
-        data = method.quantize(
-            recipe.tensor.name, weight, blocks, num_threads=num_threads, first_row=first
-        )
-        yield data.reshape(-1)
+        size = BLOCK[source.format][1]
+        for part in _pieces(source.data, _COPY_BYTES // size * size):
+            if not is_finite(QTensor(source.format, (), part)):
+                raise ModelFormatError(
+                    f"tensor {name} holds NaN or infinity: weights must be finite; download or "
+                    "convert the model again"
+                )
+            yield part
+    elif (kept := staging.kept(name, recipe.num_bytes)) is not None:
+        yield from _pieces(kept, _COPY_BYTES)
+    else:
+        for first, weight in float_rows(source):
+            data = method.quantize(name, weight, blocks, num_threads=num_threads, first_row=first)
+            yield data.reshape(-1)
+
+
+def _pieces(data: U8, size: int) -> Iterator[U8]:
+    """Yield runs of `size` bytes of mapped `data`; the pages of one that was used are dropped."""
+    flat = data.reshape(-1)
+    for start in range(0, len(flat), size):
+        yield flat[start : start + size]
+        drop_pages(flat[start : start + size])
 
 
 def _write_rest(source: Source, folder: Path, recipe: Recipe) -> None:
