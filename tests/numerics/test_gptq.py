@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ModelFormatError
 from paceline.quantize.base import Blocks
-from paceline.quantize.curvature import DAMPING, Curvature
+from paceline.quantize.curvature import DAMPING, Curvature, output_errors
 from paceline.quantize.gptq import gptq
 from paceline.quantize.grid import GRIDS, fit, group_width, pack
 from paceline.weights.encode import encode
@@ -220,3 +220,16 @@ def test_weights_and_inputs_that_are_not_finite_are_refused_by_name() -> None:
     x[0, 0] = np.inf
     with pytest.raises(ModelFormatError, match=r"inputs of layer\.w are not finite"):
         Curvature([x], name="layer.w")
+
+
+@pytest.mark.parametrize("columns", [96, 1024, 2272])
+def test_output_errors_are_those_of_the_outputs(columns: int) -> None:
+    """Pieces of inputs and columns of XᵀX that are multiplied apart, whole or not."""
+    rng = np.random.default_rng(columns)
+    pieces = [rng.normal(size=(rows, columns)).astype(np.float32) for rows in (700, 1, 1400, 900)]
+    off = rng.normal(size=(5, columns)).astype(np.float32)
+    gram = Curvature(pieces, name="w").gram
+    assert gram is not None
+    outputs = np.concatenate(pieces).astype(np.float64) @ off.T.astype(np.float64)
+    found = output_errors(off, gram.astype(np.float32))
+    np.testing.assert_allclose(found, (outputs**2).sum(axis=0), rtol=2e-5)

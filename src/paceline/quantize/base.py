@@ -58,11 +58,17 @@ class Method(Protocol):
         ...
 
 
-def float_rows(tensor: QTensor) -> Iterator[tuple[int, F32]]:
-    """Yield runs of a matrix's rows as they are stored, in floats, each after its first row."""
+def row_runs(tensor: QTensor) -> Iterator[tuple[int, QTensor]]:
+    """Yield runs of a matrix's rows as they are stored, each after its first row."""
     rows, cols = tensor.shape
     step = max(1, _CHUNK_WEIGHTS // cols)
     for start in range(0, rows, step):
         data = tensor.data[start : start + step]
-        yield start, dequantize(QTensor(tensor.format, (len(data), cols), data))
-        drop_pages(data)
+        yield start, QTensor(tensor.format, (len(data), cols), data)
+
+
+def float_rows(tensor: QTensor) -> Iterator[tuple[int, F32]]:
+    """Yield the same in floats."""
+    for start, run in row_runs(tensor):
+        yield start, dequantize(run)
+        drop_pages(run.data)

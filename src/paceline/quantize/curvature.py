@@ -20,6 +20,7 @@ Order = npt.NDArray[np.intp]
 DAMPING = 0.01  # of the mean square input, added to each: Frantar 2023
 _SAMPLE_WEIGHTS = 1 << 19  # of a matrix, enough to tell formats and scales apart
 _ROWS_AT_ONCE = 2048  # of inputs
+_COLUMNS_AT_ONCE = 1024  # of XᵀX
 _SMALL = 64  # triangles up to this size are inverted at once
 
 
@@ -72,8 +73,17 @@ def _joined(pieces: Iterable[F32]) -> Iterator[F32]:
 
 
 def output_errors(off: F32, gram: F32) -> F32:
-    """Return what each row of errors [N, K] does to the output, squared: e (XᵀX) eᵀ, [N]."""
-    errors: F32 = np.einsum("nk,nk->n", off @ gram, off)
+    """Return what each row of errors [N, K] does to the output, squared: e (XᵀX) eᵀ, [N].
+
+    XᵀX is symmetric: what lies left of its diagonal counts twice, and what lies right is not read.
+    """
+    errors = np.zeros(len(off), np.float32)
+    for begin in range(0, len(gram), _COLUMNS_AT_ONCE):
+        columns = slice(begin, begin + _COLUMNS_AT_ONCE)
+        part = (
+            2 * (off[:, :begin] @ gram[:begin, columns]) + off[:, columns] @ gram[columns, columns]
+        )
+        errors += np.einsum("nk,nk->n", part, off[:, columns])
     return errors
 
 

@@ -6,10 +6,13 @@ largest weights are cut, are those of the least output error e (XᵀX) eᵀ for 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
-from paceline.quantize.base import F32, U8, Blocks, float_rows
+from paceline.quantize.base import F32, U8, Blocks, float_rows, row_runs
 from paceline.quantize.curvature import output_energy, output_errors, some_rows
 from paceline.quantize.fold import Fold, scaled_matrix
 from paceline.quantize.grid import group_width
@@ -22,6 +25,7 @@ EXPONENTS = tuple(i / 20 for i in range(20))
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6)
 NEAREST, _UNCUT = 0, 1
 _LEAST_IMPORTANCE = 0.01  # of a column, relative to the median
+_ROWS_WEIGHTS = 1 << 18  # of a matrix, whose cuts are tried at once
 _FARTHEST = 128.0  # a scale's distance from 1: beyond it rows of v and up would leave float16
 
 
@@ -128,26 +132,25 @@ def _best_scale(site: Site, fold: Fold, gram: F32, num_threads: int) -> F32:
         some = some_rows(tensor)
         samples.append(_Sample(reader, some, output_energy(some, gram)))
     sizes = fold.shared(site.mean_size())
-    best, least = np.ones(len(gram), np.float32), np.inf
-    for exponent in EXPONENTS:
-        scale = scale_of(sizes, exponent)
-        if (scale <= limit).all():
-            error = _trial(samples, scale, gram, num_threads)
-            if error < least:
-                best, least = scale, error
-    return best
+    scales = [scale_of(sizes, exponent) for exponent in EXPONENTS]
+    scales = [scale for scale in scales if (scale <= limit).all()]
+    if not scales:
+        return np.ones(len(gram), np.float32)
+    errors = [_trials(sample, scales, gram, num_threads) for sample in samples]
+    return scales[int(np.argmin(np.sum(errors, axis=0)))]
 
 
-def _trial(samples: list[_Sample], scale: F32, gram: F32, num_threads: int) -> float:
-    """Return the relative output errors of the samples, added up, with this scale."""
-    importance = _relative(np.diag(gram) / scale**2)
-    error = 0.0
-    for sample in samples:
+def _trials(sample: _Sample, scales: list[F32], gram: F32, num_threads: int) -> F32:
+    """Return the relative output error of the sample with each of the scales."""
+    offs = []
+    for scale in scales:
         scaled: F32 = sample.weight * scale
+        importance = _relative(np.diag(gram) / scale**2)
         values = _encode(scaled, sample.reader, importance, num_threads)
-        off: F32 = np.divide(values - scaled, scale)
-        error += float(output_errors(off, gram).mean()) / sample.energy
-    return error
+        offs.append((values - scaled) / scale)
+    errors = output_errors(np.concatenate(offs), gram).reshape(len(scales), -1)
+    relative: F32 = errors.mean(axis=1) / sample.energy
+    return relative
 
 
 def _cut_groups(
@@ -162,24 +165,40 @@ def _cut_groups(
     width = group_width(reader.blocks, cols)
     importance = _relative(np.diag(gram) / scale**2)
     grams = _group_grams(gram, scale, width)
-    cuts, ours, theirs = [], 0.0, 0.0
-    for _, weight in float_rows(reader.planned.tensor.load()):
-        scaled: F32 = weight * scale
-        offs = [_encode(scaled, reader, None, num_threads) - scaled]
-        for ratio in RATIOS:
-            cut = _cut(scaled, np.full((len(scaled), cols // width), ratio, np.float32))
-            offs.append(_encode(cut, reader, importance, num_threads) - scaled)
-        chosen = np.argmin([_group_errors(off, grams) for off in offs], axis=0)
-        mixed = np.choose(np.repeat(chosen, width, axis=1), offs)
-        nearest = _encode(weight, reader, None, num_threads) - weight
-        # One product: a wide XᵀX takes longer to read than to multiply by few rows.
-        all_off = np.concatenate([mixed / scale, offs[_UNCUT] / scale, nearest])
-        mixed_error, uncut_error, base_error = np.split(output_errors(all_off, gram), 3)
-        chosen[uncut_error <= mixed_error] = _UNCUT
-        cuts.append(chosen.astype(np.uint8))
-        ours += float(np.minimum(mixed_error, uncut_error).sum())
-        theirs += float(base_error.sum())
-    return Choice(scale, importance, np.concatenate(cuts)), ours / rows, theirs / rows
+
+    step = max(1, _ROWS_WEIGHTS // cols)
+
+    def choose_rows(run: QTensor) -> tuple[U8, float, float]:
+        """Few rows at a time, which stay in the caches; XᵀX is read once for all of them."""
+        offs = np.empty((3, *run.shape), np.float32)  # the best cuts, no cut, the nearest codes
+        weight, chosen = dequantize(run), []
+        for i in range(0, len(weight), step):
+            some = weight[i : i + step]
+            cut_offs, best = _cut_rows(some * scale, reader, importance, grams)
+            chosen.append(best)
+            offs[0, i : i + step] = np.choose(np.repeat(best, width, axis=1), cut_offs) / scale
+            offs[1, i : i + step] = cut_offs[_UNCUT] / scale
+            offs[2, i : i + step] = _encode(some, reader, None, 1) - some
+        mixed, uncut, base = output_errors(offs.reshape(-1, cols), gram).reshape(3, -1)
+        cuts = np.concatenate(chosen).astype(np.uint8)
+        cuts[uncut <= mixed] = _UNCUT
+        return cuts, float(np.minimum(mixed, uncut).sum()), float(base.sum())
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        runs = [run for _, run in row_runs(reader.planned.tensor.load())]
+        cuts, ours, theirs = zip(*threads.map(choose_rows, runs), strict=True)
+    return Choice(scale, importance, np.concatenate(cuts)), sum(ours) / rows, sum(theirs) / rows
+
+
+def _cut_rows(
+    scaled: F32, reader: Reader, importance: F32, grams: F32
+) -> tuple[list[F32], npt.NDArray[np.intp]]:
+    """Return errors [N, K] of each cut of scaled rows, and each group's best [N, groups]."""
+    offs = [_encode(scaled, reader, None, 1) - scaled]
+    for ratio in RATIOS:
+        cut = _cut(scaled, np.full((len(scaled), len(grams)), ratio, np.float32))
+        offs.append(_encode(cut, reader, importance, 1) - scaled)
+    return offs, np.argmin([_group_errors(off, grams) for off in offs], axis=0)
 
 
 def _cut(weight: F32, ratios: F32) -> F32:
