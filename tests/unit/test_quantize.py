@@ -58,7 +58,8 @@ def write(
     embeddings: str = "auto", force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:  # fmt: skip
-    opened, target = open_source(source), parse_target(fmt, group, symmetric)
+    opened = open_source(source, to_gguf=out.suffix == ".gguf")
+    target = parse_target(fmt, group, symmetric)
     recipe = new_recipe(opened, out, method="rtn", target=target, embeddings=embeddings)
     return quantize(
         opened, out, recipe, RoundToNearest(), num_threads=2, force=force, progress=progress
@@ -383,12 +384,13 @@ def test_options_that_a_method_does_not_have_are_refused(options: Any, message: 
         check_method(*options)
 
 
-def test_a_gguf_is_written_from_a_gguf_and_in_its_own_formats_only(
-    folder: Path, tmp_path: Path
+def test_a_gguf_is_written_in_its_own_formats_and_not_from_a_folder_made_of_one(
+    tmp_path: Path,
 ) -> None:
-    with pytest.raises(ParameterError, match="is a folder, and a GGUF file is written from a GGUF"):
-        write(folder, tmp_path / "out.gguf", "q8_0")
     source = write_gguf(model(), tmp_path / "m.gguf")
+    write(source, tmp_path / "made", "q8_0")
+    with pytest.raises(ParameterError, match="was quantised from a GGUF file: quantise that file"):
+        write(tmp_path / "made", tmp_path / "out.gguf", "q8_0")
     with pytest.raises(ParameterError, match="a GGUF file cannot hold int4"):
         write(source, tmp_path / "out.gguf", "int4")
 

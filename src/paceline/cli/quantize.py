@@ -139,6 +139,8 @@ def quantize(
 
     - `paceline quantize model-f16.gguf --format q4_k -o model-q4_k.gguf`
 
+    - `paceline quantize ./Qwen2.5-0.5B --format q4_k -o qwen-q4_k.gguf`
+
     - `paceline run ./qwen-int4 "Why is the sky blue?"`
     """
     from paceline.cpu import resolve_num_threads
@@ -159,7 +161,7 @@ def quantize(
     target = parse_target(fmt, group, symmetric)
     if not dry_run:
         refuse_existing(out, force)
-    source = open_source(find_model(model))
+    source = open_source(find_model(model), to_gguf=out.suffix.lower() == ".gguf")
     chosen = build_method(method, source, target, calibrate, calibrate_tokens, act_order)
     new = partial(
         new_recipe, source, out, method=chosen.name, embeddings=embeddings,

@@ -58,12 +58,32 @@ class Method(Protocol):
         ...
 
 
+class RowsInOrder:
+    """Rows of mapped `data` in another order, copied when they are asked for: all, or a run."""
+
+    def __init__(self, data: U8, order: npt.NDArray[np.int32]) -> None:
+        self._data = data
+        self._order = order
+
+    def __call__(self) -> U8:
+        return self._data[self._order]
+
+    def run(self, start: int, stop: int) -> U8:
+        order = self._order[start:stop]
+        rows: U8 = self._data[order]
+        drop_pages(self._data[order.min() : order.max() + 1])
+        return rows
+
+
 def row_runs(tensor: QTensor) -> Iterator[tuple[int, QTensor]]:
     """Yield runs of a matrix's rows as they are stored, each after its first row."""
     rows, cols = tensor.shape
     step = max(1, _CHUNK_WEIGHTS // cols)
     for start in range(0, rows, step):
-        data = tensor.data[start : start + step]
+        if isinstance(tensor.stored, RowsInOrder):
+            data = tensor.stored.run(start, start + step)
+        else:
+            data = tensor.data[start : start + step]
         yield start, QTensor(tensor.format, (len(data), cols), data)
 
 

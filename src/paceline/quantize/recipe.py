@@ -14,6 +14,7 @@ from paceline.errors import ParameterError
 from paceline.quantize.base import Blocks
 from paceline.quantize.formats import Target
 from paceline.quantize.source import Source
+from paceline.weights.checkpoint import METADATA
 from paceline.weights.tensor import BLOCK, F8_FORMATS, FLOAT_FORMATS, StoredTensor
 
 EMBEDDING_CHOICES = ("auto", "same", "keep")
@@ -81,10 +82,10 @@ def new_recipe(
             "-o",
             param="out",
         )
-    if is_gguf and (source.gguf is None or source.path.is_dir()):
+    if is_gguf and (source.gguf is None or (source.path / METADATA).exists()):
         raise ParameterError(
-            f"{source.path} is a folder, and a GGUF file is written from a GGUF file only: name a "
-            "folder with -o",
+            f"{source.path} was quantised from a GGUF file: quantise that file, or name a folder "
+            "with -o",
             param="out",
         )
     targets = linears or {}

@@ -11,6 +11,7 @@ from msgspec import Struct
 from paceline.errors import UnsupportedModelError
 from paceline.loading import load
 from paceline.models.base import EMBEDDING, HEAD, build_plan
+from paceline.quantize.as_gguf import as_gguf
 from paceline.weights.checkpoint import (
     METADATA,
     QUANT_METHOD,
@@ -48,18 +49,26 @@ class Source(Struct, frozen=True, kw_only=True):
     canonical: dict[str, str]
     linears: frozenset[str]
     embeddings: frozenset[str]
-    gguf: GGUF | None  # None: a folder of Hugging Face files
+    gguf: GGUF | None  # None: a folder of Hugging Face files, under their own names
     norm_offset: float  # what its norm weights lack
 
 
-def open_source(path: Path) -> Source:
-    """Open a GGUF file or a folder. Raises as `open_checkpoint`; no weight is read."""
+def open_source(path: Path, *, to_gguf: bool = False) -> Source:
+    """Open a GGUF file or a folder. Raises as `open_checkpoint`; no matrix is read.
+
+    `to_gguf`: a folder of Hugging Face files has the names and the metadata of a GGUF file, or is
+    refused (`as_gguf`).
+    """
     checkpoint = open_checkpoint(path)
     gguf, norm_offset = None, 0.0
     if path.is_file():
         gguf = open_gguf(path)
     elif (path / METADATA).exists():
         gguf = open_gguf_folder(path)
+    elif to_gguf:
+        folder = open_folder(path)
+        _refuse_quantised(folder.config, path)
+        gguf, checkpoint = as_gguf(folder, checkpoint)
     if gguf is None:  # what the model does not read (a vision tower, say) is left out
         norm_offset = load("models", checkpoint.config.family).NORM_OFFSET
         needed = checkpoint.tensors.keys()

@@ -102,13 +102,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     ModelNotFoundError, ModelFormatError or UnsupportedModelError.
     """
     if path.is_dir() and (path / METADATA).exists():
-        return _from_gguf(open_gguf_folder(path), path)
+        return checkpoint_of_gguf(open_gguf_folder(path), path)
     if path.is_dir():
         return _from_folder(open_folder(path))
     if not path.exists():
         raise ModelNotFoundError(f"{path} does not exist")
     file = open_gguf(path)
-    return _from_gguf(file, file.paths[0])
+    return checkpoint_of_gguf(file, file.paths[0])
 
 
 def open_gguf_folder(path: Path) -> GGUF:
@@ -191,7 +191,8 @@ def canonical_name(name: str, parts: Mapping[str, str]) -> str | None:
     return f"{prefix}{part}.{suffix}" if part and suffix in ("weight", "bias") else None
 
 
-def _from_gguf(file: GGUF, path: Path) -> Checkpoint:
+def checkpoint_of_gguf(file: GGUF, path: Path) -> Checkpoint:
+    """Return the checkpoint that an open GGUF holds; `path` is where the model lies."""
     fields = Fields(file.metadata, str(path))
     arch = fields.text("general.architecture")
     family = find_family("GGUF_ARCHITECTURES", arch, str(path))

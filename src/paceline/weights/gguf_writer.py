@@ -1,9 +1,10 @@
-"""GGUF files out of GGUF files: the head of one, with metadata carried over byte for byte."""
+"""GGUF files: the head of one, with metadata of values or carried over byte for byte."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from paceline.weights.gguf import TYPE_OF_FORMAT
 from paceline.weights.tensor import BLOCK
 
 DEFAULT_ALIGNMENT = 32
-_U32 = 4
+_U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 _VERSION = 3
 # general.file_type, which says what most tensors are in.
 _FILE_TYPES = {
@@ -57,6 +58,25 @@ def gguf_head(
         offset += sizes[-1]
     head = b"".join(parts)
     return head + bytes(-len(head) % alignment), sizes
+
+
+def encoded_value(value: Any) -> bytes:
+    """Return a metadata value as a file has it, its type first.
+
+    Numbers become u32 and f32, arrays i32, f32 or bool, lists strings.
+    """
+    if isinstance(value, bool):
+        return struct.pack("<I?", _BOOL, value)
+    if isinstance(value, int):
+        return struct.pack("<II", _U32, value)
+    if isinstance(value, float):
+        return struct.pack("<If", _F32, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _string(value)
+    if isinstance(value, np.ndarray):
+        kind = {"int32": _I32, "float32": _F32, "bool": _BOOL}[value.dtype.name]
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + value.tobytes()
+    return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_string, value))
 
 
 def _string(text: str) -> bytes:
