@@ -60,6 +60,17 @@ def test_memory_is_bounded_whatever_the_model_takes(tmp_path: Path) -> None:
     assert open_gguf(tmp_path / "large.gguf").tensors["token_embd.weight"].format == "q8_0"
 
 
+def test_memory_is_bounded_when_rows_change_their_order(tmp_path: Path) -> None:
+    """The file of a folder has q and k in another order: here they have 64 MB, 128 MB as floats."""
+    peaks = []
+    for name, heads in (("small", 8), ("large", 1024)):
+        model = random_model(hidden=512, layers=1, heads=heads, kv_heads=8, head_dim=64)
+        folder = write_hf(model, tmp_path / name, fmt="bf16")
+        peaks.append(peak_bytes(folder, "--format", "q8_0", "-o", tmp_path / f"{name}.gguf"))
+    assert open_gguf(tmp_path / "large.gguf").tensors["blk.0.attn_q.weight"].shape == (1 << 16, 512)
+    assert peaks[1] - peaks[0] < 48 * MB
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU has one thread")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_matrix_products_have_the_threads_that_were_asked_for(tmp_path: Path, threads: int) -> None:
