@@ -24,8 +24,16 @@ from paceline.quantize.source import open_source
 from paceline.text.tokenizer import build_tokenizer
 from paceline.weights.checkpoint import open_checkpoint
 from paceline.weights.gguf import open_gguf
-from paceline.weights.tensor import dequantize
-from tests.tiny import TinyModel, TinyTokenizer, random_model, write_gguf, write_hf
+from paceline.weights.tensor import dequantize, from_floats
+from tests.tiny import (
+    TinyModel,
+    TinyTokenizer,
+    random_model,
+    safetensors_bytes,
+    write_gguf,
+    write_hf,
+)
+from tests.tiny_bert import write_bert
 from tests.tokenizers import hf_spm_data
 
 LLAMA3 = {
@@ -41,6 +49,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "rope_theta": 1e6}),
     "qwen3-linear": ("qwen3", {"rope_scaling": LINEAR}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True}),
+    "gemma3-linear": ("gemma3_text", {"rope_scaling": LINEAR, "sliding_window_pattern": 6}),
+    "gemma3-by-type": ("gemma3_text", {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    "llama3-parameters": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
 }  # fmt: skip
 
 
@@ -282,6 +299,29 @@ def test_what_gguf_has_no_key_for_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no word for this model's window"):
         write(write_hf(model, tmp_path / "other"), tmp_path / "m.gguf")
     assert not list(tmp_path.glob("m.gguf*"))
+
+
+def test_an_encoder_is_refused_by_its_family(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path / "bert")
+    with pytest.raises(UnsupportedModelError, match="of the family bert, which is not written"):
+        write(folder, tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["bert"]
+
+
+def test_the_text_part_of_a_multimodal_folder_is_written(tmp_path: Path) -> None:
+    model = model_of("gemma3")
+    folder = write_hf(model, tmp_path / "hf", fmt="bf16")
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): from_floats(value)
+        for name, value in model.tensors.items()
+    }
+    tensors["model.vision_tower.patch.weight"] = from_floats(np.ones((4, 32)))
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    config = {"model_type": "gemma3", "text_config": model.config}
+    (folder / "config.json").write_text(json.dumps(config))
+    write(folder, tmp_path / "m.gguf")
+    theirs = open_gguf(write_gguf(model, tmp_path / "theirs.gguf"))
+    assert open_gguf(tmp_path / "m.gguf").tensors.keys() == theirs.tensors.keys()
 
 
 def test_nan_in_a_norm_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
