@@ -14,7 +14,7 @@ import pytest
 
 from paceline.cli.quantize import build_method
 from paceline.errors import ModelFormatError, UnsupportedModelError
-from paceline.quantize import run
+from paceline.quantize import gguf_tokenizer, run
 from paceline.quantize.base import row_runs
 from paceline.quantize.formats import parse_target
 from paceline.quantize.gguf_tokenizer import SAMPLES
@@ -34,7 +34,7 @@ from tests.tiny import (
     write_hf,
 )
 from tests.tiny_bert import write_bert
-from tests.tokenizers import hf_spm_data
+from tests.tokenizers import CORPUS, hf_spm_data
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -163,7 +163,7 @@ def test_a_folder_of_ours_is_written_where_gguf_has_its_formats(tmp_path: Path) 
 def _same_ids(a: Path, b: Path) -> None:
     ours, theirs = (build_tokenizer(open_checkpoint(path).tokenizer) for path in (a, b))
     markers = "".join(f"x{text} y" for text in theirs.special_tokens)
-    for text in (*SAMPLES, "hello world the cat", markers):
+    for text in (*SAMPLES, "hello world the cat", CORPUS, markers):
         for parse in (False, True):
             ids = theirs.encode(text, parse_special=parse)
             assert ours.encode(text, parse_special=parse) == ids, text
@@ -262,6 +262,17 @@ def test_a_tokenizer_of_characters_gives_the_same_ids(
     assert metadata["tokenizer.ggml.model"] == "llama"
     assert metadata["tokenizer.ggml.add_space_prefix"] is adds_space
     _same_ids(tmp_path / "m.gguf", folder)
+
+
+def test_a_tokenizer_that_reads_back_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _spm_folder(tmp_path / "hf")
+    scores = gguf_tokenizer._scores
+    monkeypatch.setattr(gguf_tokenizer, "_scores", lambda *arguments: -scores(*arguments))
+    with pytest.raises(UnsupportedModelError, match="is cut into tokens"):
+        write(folder, tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 TRIMMING = {"id": 2, "content": "x", "special": True, "lstrip": True, "rstrip": False}

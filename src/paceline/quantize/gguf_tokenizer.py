@@ -28,6 +28,7 @@ SAMPLES = (
     "😀👩‍👩‍👧 ☕️", "a\u200bb\u00a0c\u3000d\u2028e", "\x00\x01\x7f", "ﬁ Ａ ① Ω", "<>{}[]()..!?;--==",
     f"a{SPACE}b <0x41> <unk>", "https://x.y/z?q=1&r=%20", "𐍈 \U000e0001 \ufffd", "The THE tHe",
 )  # fmt: skip
+_NUM_PIECES = 500  # tokens, spread over the vocabulary, whose texts are samples too
 
 
 def gguf_tokenizer(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
@@ -76,7 +77,10 @@ def refuse_other_tokens(checkpoint: Checkpoint, again: Checkpoint, where: str) -
         _refuse(where, str(error))
     special = list(theirs.special_tokens)[:64]
     beside = [f"a{token}b {token} c\n{token}" for token in special]
-    for text in (*SAMPLES, "".join(SAMPLES), *beside):
+    step = max(1, theirs.vocab_size // _NUM_PIECES)
+    pieces = [theirs.decode([i], continuation=True) for i in range(0, theirs.vocab_size, step)]
+    joined = ["".join(SAMPLES), "".join(pieces), " ".join(pieces)]
+    for text in (*SAMPLES, *joined, *beside):
         for parse in (False, True):
             ids = theirs.encode(text, parse_special=parse)
             if ours.encode(text, parse_special=parse) != ids:
