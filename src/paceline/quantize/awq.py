@@ -7,19 +7,21 @@ Their weights are made larger before they are rounded, and the input is divided 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from paceline.models.base import build_plan
-from paceline.quantize.base import F32, U8, Blocks, float_rows
+from paceline.quantize.base import F32, U8, Blocks, row_runs
 from paceline.quantize.calibration import Calibration
 from paceline.quantize.fold import Fold, divided_vector, find_folds
 from paceline.quantize.scaling import EXPONENTS, RATIOS, Choice, choose, num_bytes, rounded
 from paceline.quantize.walk import Reader, Site, sites
 from paceline.weights.encode import encode
-from paceline.weights.tensor import dequantize
+from paceline.weights.tensor import QTensor, dequantize
 
 if TYPE_CHECKING:
     from paceline.quantize.recipe import Recipe
@@ -94,13 +96,16 @@ class Awq:
                 staging.keep(_key(reader), choice.to_bytes())
         for reader, choice in zip(site.readers, choices, strict=True):
             self._choices[reader.name] = _kept(reader, staging) or choice
-            parts = [
-                self.quantize(
-                    reader.name, weight, reader.blocks, num_threads=num_threads, first_row=first
-                )
-                for first, weight in float_rows(reader.planned.tensor.load())
-            ]
+            with ThreadPoolExecutor(num_threads) as threads:
+                runs = row_runs(reader.planned.tensor.load())
+                parts = list(threads.map(partial(self._rounded_run, reader), runs))
             site.replace(reader, np.concatenate(parts))
+
+    def _rounded_run(self, reader: Reader, run: tuple[int, QTensor]) -> U8:
+        first, rows = run
+        return self.quantize(
+            reader.name, dequantize(rows), reader.blocks, num_threads=1, first_row=first
+        )
 
     def quantize(
         self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0
