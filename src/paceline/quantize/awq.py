@@ -21,6 +21,7 @@ from paceline.quantize.fold import Fold, divided_vector, find_folds
 from paceline.quantize.scaling import EXPONENTS, RATIOS, Choice, choose, num_bytes, rounded
 from paceline.quantize.walk import Reader, Site, sites
 from paceline.weights.encode import encode
+from paceline.weights.mapped_file import drop_pages
 from paceline.weights.tensor import QTensor, dequantize
 
 if TYPE_CHECKING:
@@ -103,9 +104,9 @@ class Awq:
 
     def _rounded_run(self, reader: Reader, run: tuple[int, QTensor]) -> U8:
         first, rows = run
-        return self.quantize(
-            reader.name, dequantize(rows), reader.blocks, num_threads=1, first_row=first
-        )
+        weight = dequantize(rows)
+        drop_pages(rows.data)
+        return self.quantize(reader.name, weight, reader.blocks, num_threads=1, first_row=first)
 
     def quantize(
         self, tensor: str, weight: F32, blocks: Blocks, *, num_threads: int, first_row: int = 0

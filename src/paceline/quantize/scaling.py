@@ -18,6 +18,7 @@ from paceline.quantize.fold import Fold, scaled_matrix
 from paceline.quantize.grid import group_width
 from paceline.quantize.walk import Reader, Site
 from paceline.weights.encode import MAX_WEIGHT, check_weights, encode
+from paceline.weights.mapped_file import drop_pages
 from paceline.weights.tensor import BLOCK, QTensor, dequantize
 
 EXPONENTS = tuple(i / 20 for i in range(20))
@@ -172,6 +173,7 @@ def _cut_groups(
         """Few rows at a time, which stay in the caches; XᵀX is read once for all of them."""
         offs = np.empty((3, *run.shape), np.float32)  # the best cuts, no cut, the nearest codes
         weight, chosen = dequantize(run), []
+        drop_pages(run.data)
         for i in range(0, len(weight), step):
             some = weight[i : i + step]
             cut_offs, best = _cut_rows(some * scale, reader, importance, grams)
