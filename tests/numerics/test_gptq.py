@@ -85,7 +85,7 @@ def test_the_factor_is_an_upper_triangle_whose_square_is_the_inverse(
     seen = curvature(x)
     order, upper = seen.factor(32, act_order=act_order)
     squares = np.diag(seen.gram)
-    inverse = np.linalg.inv(seen.gram + DAMPING * squares.mean() * np.eye(size))
+    inverse = np.linalg.inv(seen.gram.astype(np.float64) + DAMPING * squares.mean() * np.eye(size))
     inverse = inverse[np.ix_(order, order)]
     exact = x.T.astype(np.float64) @ x
     np.testing.assert_allclose(seen.gram, exact, rtol=0, atol=1e-6 * squares.max())
@@ -229,7 +229,6 @@ def test_output_errors_are_those_of_the_outputs(columns: int) -> None:
     pieces = [rng.normal(size=(rows, columns)).astype(np.float32) for rows in (700, 1, 1400, 900)]
     off = rng.normal(size=(5, columns)).astype(np.float32)
     gram = Curvature(pieces, name="w").gram
-    assert gram is not None
     outputs = np.concatenate(pieces).astype(np.float64) @ off.T.astype(np.float64)
-    found = output_errors(off, gram.astype(np.float32))
+    found = output_errors(off, gram)
     np.testing.assert_allclose(found, (outputs**2).sum(axis=0), rtol=2e-5)

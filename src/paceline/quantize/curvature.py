@@ -29,14 +29,11 @@ class Curvature:
 
     def __init__(self, inputs: Iterable[F32], *, name: str) -> None:
         """Sum over pieces [T, K] in their order. `name` is for the error of what is not finite."""
-        self.gram: F64 | None = None
-        for x in _joined(inputs):
-            product = x.T @ x
-            if self.gram is None:
-                self.gram = product.astype(np.float64)
-            else:
-                self.gram += product
-        if self.gram is None or not np.isfinite(self.gram).all():
+        products = (x.T @ x for x in _joined(inputs))
+        self.gram: F32 = next(products)
+        for product in products:
+            self.gram += product
+        if not np.isfinite(self.gram).all():
             raise ModelFormatError(
                 f"the inputs of {name} are not finite for the calibration text: the model's "
                 "weights are broken, download or convert it again"
@@ -50,11 +47,10 @@ class Curvature:
         groups of `width` stay together, since they share a scale that is chosen when they begin.
         Inputs that are always 0 have damping alone: they correlate with nothing.
         """
-        assert self.gram is not None
         if width not in self._factors:
-            squares = np.diag(self.gram)
+            squares = np.diag(self.gram).astype(np.float64)
             order = _by_size(squares, width) if act_order else np.arange(len(squares))
-            damped = self.gram[np.ix_(order, order)]
+            damped = self.gram[np.ix_(order, order)].astype(np.float64)
             np.fill_diagonal(damped, squares[order] + (DAMPING * squares.mean() or 1.0))
             self._factors[width] = order, _inverse_factor(damped).astype(np.float32)
         return self._factors[width]

@@ -121,8 +121,7 @@ def mix(
     targets = candidates(recipe.target)
     options = {}
     for site in sites(source, recipe, calibration, progress):
-        assert site.curvature.gram is not None
-        gram = site.curvature.gram.astype(np.float32)
+        gram = site.curvature.gram
         for reader in site.readers:
             planned = [
                 tensor_recipe(source, reader.planned.tensor, target, recipe.embeddings)

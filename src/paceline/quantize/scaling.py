@@ -87,8 +87,7 @@ def choose(site: Site, fold: Fold | None, *, num_threads: int) -> list[Choice]:
     Their output errors, each relative to its output, together are never above those of the nearest
     codes without a scale: then those are the choice.
     """
-    assert site.curvature.gram is not None
-    gram = site.curvature.gram.astype(np.float32)
+    gram = site.curvature.gram
     scale = np.ones(len(gram), np.float32)
     if fold is not None:
         scale = _best_scale(site, fold, gram, num_threads)
