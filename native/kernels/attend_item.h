@@ -80,12 +80,26 @@ struct Exp {
   PL_INLINE f32x16 operator()(f32x16 x) const { return exp(x); }
 };
 
+// Adds a tile's probabilities to a row's sum, and shrinks what it has so far where the tile raised its maximum.
+PL_INLINE void add_tile(const Item& it, int row, float new_max, float tile_sum) {
+  Softmax& state = it.s.running[row];
+  if (new_max == state.max) {
+    state.sum += tile_sum;
+    return;
+  }
+  float *out = it.s.out + size_t(row) * size_t(it.dim_padded), first[16];
+  const f32x16 shrink = exp(set1(state.max - new_max));
+  store(first, shrink);
+  state.sum = __builtin_fmaf(state.sum, first[0], tile_sum);
+  state.max = new_max;
+  for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
+}
+
 // Turns a row's scores of logical keys [first, first + kTile) into probabilities and rescales what it has so far. The
 // row sees keys [begin, end) of the tile; the others get exactly 0.
 template <class E = Exp>
 __attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, int end) {
-  Softmax& state = it.s.running[row];
-  float *p = it.s.p + row * kTile, *out = it.s.out + size_t(row) * size_t(it.dim_padded);
+  float* p = it.s.p + row * kTile;
   const f32x16 factor = set1(it.op.scale), cap = set1(it.op.softcap);
   f32x16 x[4];
   if (begin == 0 && end == kTile && it.op.softcap == 0) {
@@ -99,23 +113,13 @@ __attribute__((noinline)) void softmax_tile(const Item& it, int row, int begin, 
     for (int i = end; i < kTile; i++) p[i] = kMinusInf;
     for (int i = 0; i < 4; i++) x[i] = load(p + 16 * i);
   }
-  float tile_max = reduce_max(max(max(x[0], x[1]), max(x[2], x[3]))),
-        new_max = tile_max > state.max ? tile_max : state.max;
+  const float tile_max = reduce_max(max(max(x[0], x[1]), max(x[2], x[3]))), so_far = it.s.running[row].max;
+  const float new_max = tile_max > so_far ? tile_max : so_far;
   for (int i = 0; i < 4; i++) {
     x[i] = E()(sub(x[i], set1(new_max)));
     store(p + 16 * i, x[i]);
   }
-  float tile_sum = reduce_add(add(add(x[0], x[1]), add(x[2], x[3])));
-  if (new_max == state.max) {
-    state.sum += tile_sum;
-    return;
-  }
-  f32x16 shrink = exp(set1(state.max - new_max));
-  float first[16];
-  store(first, shrink);
-  state.sum = __builtin_fmaf(state.sum, first[0], tile_sum);
-  state.max = new_max;
-  for (int d = 0; d < it.dim_padded; d += 16) store(out + d, mul(load(out + d), shrink));
+  add_tile(it, row, new_max, reduce_add(add(add(x[0], x[1]), add(x[2], x[3]))));
 }
 
 // total = total (+) one segment: `state` and its `out`. Called in the order of the segments.

@@ -37,9 +37,11 @@ PL_INLINE f32x16 dot2(f32x16 acc, bf16x32 a, bf16x32 b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
   return acc;
 }
+PL_INLINE void store_rounded(BF16* to, f32x16 a) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a.v));
+}
 PL_INLINE void round_row(const float* x, int n, BF16* to) {
-  for (int i = 0; i < n; i += 16)
-    _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(load_n(x + i, n - i).v));
+  for (int i = 0; i < n; i += 16) store_rounded(to + i, load_n(x + i, n - i));
 }
 
 // e^x within 2^-18 of itself, as probabilities are rounded to 2^-9; 0 where x is -infinity. e^0 is exactly 1.
@@ -191,6 +193,31 @@ __attribute__((noinline)) void mix_row(const Item& it, const BF16* weight, const
   }
 }
 
+// Softmax of R rows that see the whole tile, side by side: a row alone waits for its maximum, and for its sum. The same
+// bits as softmax_tile's.
+template <int R>
+PL_INLINE void softmax_rows(const Item& it, int row, BF16 (&weight)[R][kTile]) {
+  const float* p = it.s.p + row * kTile;
+  const f32x16 factor = set1(it.op.scale);
+  float new_max[R];
+  f32x16 sum[R];
+  for (int r = 0; r < R; r++) {
+    f32x16 x[4];
+    for (int i = 0; i < 4; i++) x[i] = mul(load(p + r * kTile + 16 * i), factor);
+    const float tile_max = reduce_max(max(max(x[0], x[1]), max(x[2], x[3]))), so_far = it.s.running[row + r].max;
+    new_max[r] = tile_max > so_far ? tile_max : so_far;
+  }
+  for (int r = 0; r < R; r++) {
+    f32x16 x[4];
+    for (int i = 0; i < 4; i++) {
+      x[i] = QuickExp()(sub(mul(load(p + r * kTile + 16 * i), factor), set1(new_max[r])));
+      store_rounded(weight[r] + 16 * i, x[i]);
+    }
+    sum[r] = add(add(x[0], x[1]), add(x[2], x[3]));
+  }
+  for (int r = 0; r < R; r++) add_tile(it, row + r, new_max[r], reduce_add(sum[r]));
+}
+
 // Scores, softmax and output of R neighbouring rows over the tile of keys [first, first + kTile).
 template <int R, class E>
 void attend_block(const Item& it, const PairTile<E>& tile, int row, int first) {
@@ -207,10 +234,14 @@ void attend_block(const Item& it, const PairTile<E>& tile, int row, int first) {
   float* p = it.s.p + row * kTile;
   BF16 weight[R][kTile];
   dot_rows<R>(it, tile, row, (any_end + 15) / 16, p);
-  for (int r = 0; r < R; r++) {
-    if (end[r] <= begin[r]) continue;
-    softmax_tile<QuickExp>(it, row + r, begin[r], end[r]);
-    round_row(p + r * kTile, kTile, weight[r]);
+  if (all_begin == 0 && all_end == kTile && it.op.softcap == 0) {
+    softmax_rows<R>(it, row, weight);
+  } else {
+    for (int r = 0; r < R; r++) {
+      if (end[r] <= begin[r]) continue;
+      softmax_tile<QuickExp>(it, row + r, begin[r], end[r]);
+      round_row(p + r * kTile, kTile, weight[r]);
+    }
   }
   if (all_begin >= all_end) all_begin = all_end = kTile;
   for (int r = 0; r < R; r++) mix_row(it, weight[r], tile, begin[r], min_int(end[r], all_begin), row + r);
