@@ -11,6 +11,7 @@
 #undef _mm512_cvtepi8_epi32
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvtepi32_epi16
+#undef _mm512_cvtepi64_epi16
 #undef _mm512_cvtps_epi32
 #undef _mm512_cvtepi32_ps
 #undef _mm512_reduce_max_ps
@@ -47,6 +48,13 @@ inline __m256i cvtepi32_epi16(simde__m512i a) {
   const __m256i hi = _mm256_and_si256(simde_mm512_extracti64x4_epi64(a, 1), low16);
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xD8);
 }
+inline __m128i cvtepi64_epi16(simde__m512i a) {
+  int64_t from[8];
+  int16_t to[8];
+  simde_mm512_storeu_si512(from, a);
+  for (int i = 0; i < 8; i++) to[i] = int16_t(from[i]);
+  return _mm_loadu_si128((const __m128i*)to);
+}
 inline simde__m512i cvtps_epi32(simde__m512 a) { return join(_mm256_cvtps_epi32(low(a)), _mm256_cvtps_epi32(high(a))); }
 inline simde__m512 cvtepi32_ps(simde__m512i a) {
   return join(_mm256_cvtepi32_ps(simde_mm512_castsi512_si256(a)),
@@ -66,6 +74,7 @@ inline float reduce_max_ps(simde__m512 a) {
 #define _mm512_cvtepi8_epi32 simde_missing::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 simde_missing::cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 simde_missing::cvtepi32_epi16
+#define _mm512_cvtepi64_epi16 simde_missing::cvtepi64_epi16
 #define _mm512_cvtps_epi32 simde_missing::cvtps_epi32
 #define _mm512_cvtepi32_ps simde_missing::cvtepi32_ps
 #define _mm512_reduce_max_ps simde_missing::reduce_max_ps
